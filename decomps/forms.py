@@ -1,0 +1,217 @@
+"""FORMS: one row for each ATen overload that computes batch norm forward, and the record every row reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+class Mode(Enum):
+    """Which statistics normalise the input: the batch's, the running ones, or whichever an argument says."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    FLAG = "by flag"
+
+
+class Statistics(Enum):
+    """How an overload hands on the running statistics it updates in training."""
+
+    IN_PLACE = "written in place"
+    OUTPUTS = "returned"
+    NONE = "not updated"
+
+
+class Dialect(Enum):
+    """Who emits the overload."""
+
+    FAMILY = "family"
+    CORE = "core ATen"
+    COMPOSITE = "composite"
+    VENDOR = "vendor"
+
+
+# Output roles, in the order that ATen returns them.
+OUT = ("out",)
+SAVED = ("out", "save_mean", "save_invstd")
+RESERVED = (*SAVED, "reserve")
+UPDATED = ("new_running_mean", "new_running_var")
+
+FIELDS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+
+# cuDNN's and MIOpen's schemas call two fields by their own names; every other argument is named as its field.
+VENDOR_NAMES = MappingProxyType({"exponential_average_factor": "momentum", "epsilon": "eps"})
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNorm:
+    """One batch norm, whatever its overload: what it reads and how.
+
+    input: [N, C, *]; weight, bias, running_mean, running_var: [C] or None. Inside a graph these are nodes.
+    training: True normalises with batch statistics (biased variance) and updates the running ones (unbiased variance).
+    momentum: the weight of the new batch. eps: added to the variance, so that save_invstd is 1/sqrt(var + eps).
+    out: the destination tensors of an `.out` overload by role, else empty.
+    """
+
+    input: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    training: Any
+    momentum: Any
+    eps: Any
+    out: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The tensors this batch norm does without: any of weight, bias, running_mean, running_var."""
+        return tuple(name for name in FIELDS[1:5] if getattr(self, name) is None)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """How one overload spells a `BatchNorm`: arguments by schema name, outputs by role.
+
+    roles: what each output is. mode: TRAIN or EVAL when the overload fixes it, FLAG when `training` says.
+    statistics: how the update of the running statistics leaves the op. source: where the overload comes from.
+    """
+
+    overload: OpOverload
+    roles: tuple[str, ...]
+    mode: Mode
+    statistics: Statistics
+    dialect: Dialect
+    source: str
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The overload as graphs print it.
+
+        >>> FORMS[0].name
+        'aten._batch_norm_with_update.default'
+        """
+        return str(self.overload)
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The field that each positional schema argument holds, in schema order."""
+        return tuple(self.names.get(a.name, a.name) for a in self.overload._schema.arguments if not a.is_out)
+
+    @cached_property
+    def destinations(self) -> Mapping[str, str]:
+        """Output role -> schema name of the `out=` argument that receives it; empty for a functional overload."""
+        outs = [a.name for a in self.overload._schema.arguments if a.is_out]
+        return dict(zip(self.roles, outs, strict=True)) if outs else {}
+
+    @cached_property
+    def hides_update(self) -> bool:
+        """Whether the op writes its running statistics while its schema says that it does not."""
+        written = [a.name for a in self.overload._schema.arguments if a.alias_info and a.alias_info.is_write]
+        return self.statistics is Statistics.IN_PLACE and "running_mean" not in written
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchNorm:
+        """The record that a call of this overload spells, arguments given by position or by keyword.
+
+        Raises: KeyError naming the schema argument that the call leaves out.
+        """
+        given = dict(zip(self.arguments, args, strict=False))
+        given.update((self.names.get(k, k), v) for k, v in kwargs.items())
+        absent = [a for a in (*self.arguments, *self.destinations.values()) if a not in given]
+        if absent:
+            raise KeyError(absent[0])
+        values = {name: given.get(name) for name in FIELDS}
+        if self.mode is not Mode.FLAG:
+            values["training"] = self.mode is Mode.TRAIN
+        return BatchNorm(**values, out={role: given[name] for role, name in self.destinations.items()})
+
+    def write(self, norm: BatchNorm) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that spell `norm` as this overload: (args, kwargs)."""
+        args = tuple(getattr(norm, name, True) for name in self.arguments)  # only cudnn_enabled is no field: True
+        return args, {name: norm.out[role] for role, name in self.destinations.items()}
+
+
+_YAML = "aten/src/ATen/native/native_functions.yaml"
+_FAMILY, _CORE, _COMPOSITE, _VENDOR = Dialect.FAMILY, Dialect.CORE, Dialect.COMPOSITE, Dialect.VENDOR
+_TRAIN, _EVAL, _FLAG = Mode.TRAIN, Mode.EVAL, Mode.FLAG
+_IN_PLACE, _OUTPUTS, _NONE = Statistics.IN_PLACE, Statistics.OUTPUTS, Statistics.NONE
+
+FORMS: tuple[Form, ...] = (
+    # The family: the kernel is picked when the op runs. pytorch#116092.
+    Form(aten._batch_norm_with_update.default, RESERVED, _TRAIN, _IN_PLACE, _FAMILY, _YAML),
+    Form(aten._batch_norm_with_update.out, RESERVED, _TRAIN, _IN_PLACE, _FAMILY, _YAML),
+    Form(aten._batch_norm_with_update_functional.default, RESERVED + UPDATED, _TRAIN, _OUTPUTS, _FAMILY, _YAML),
+    Form(aten._batch_norm_no_update.default, RESERVED, _EVAL, _NONE, _FAMILY, _YAML),
+    Form(aten._batch_norm_no_update.out, RESERVED, _EVAL, _NONE, _FAMILY, _YAML),
+    # Composite: what a user calls, and what torch.export writes with cudnn_enabled=False, which pins the kernel.
+    Form(aten.batch_norm.default, OUT, _FLAG, _IN_PLACE, _COMPOSITE, _YAML),
+    # ... what `batch_norm` becomes inside autograd; impl_index says which kernel ran, and so which backward to call.
+    Form(aten._batch_norm_impl_index.default, (*RESERVED, "impl_index"), _FLAG, _IN_PLACE, _COMPOSITE, _YAML),
+    # Native: the non-cuDNN kernel. Its schema hides the write to the statistics; the legit twins own up to it.
+    Form(aten.native_batch_norm.default, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML),
+    Form(aten.native_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML),
+    Form(aten._native_batch_norm_legit.default, SAVED, _FLAG, _IN_PLACE, _CORE, _YAML),
+    Form(aten._native_batch_norm_legit.out, SAVED, _FLAG, _IN_PLACE, _CORE, _YAML),
+    # ... without running statistics at all: the batch's own, or nothing is defined.
+    Form(aten._native_batch_norm_legit.no_stats, SAVED, _FLAG, _NONE, _CORE, _YAML),
+    Form(aten._native_batch_norm_legit.no_stats_out, SAVED, _FLAG, _NONE, _CORE, _YAML),
+    # ... what run_decompositions() emits, train and eval. pytorch#88697.
+    Form(aten._native_batch_norm_legit_functional.default, SAVED + UPDATED, _FLAG, _OUTPUTS, _CORE, _YAML),
+    Form(aten._native_batch_norm_legit_no_training.default, SAVED, _EVAL, _NONE, _CORE, _YAML),
+    Form(aten._native_batch_norm_legit_no_training.out, SAVED, _EVAL, _NONE, _CORE, _YAML),
+    # One vendor's kernel, pinned by overload. cuDNN's "save_var" is 1/sqrt(var + eps) too. Neither admits its write.
+    Form(aten.cudnn_batch_norm.default, RESERVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
+    Form(aten.cudnn_batch_norm.out, RESERVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
+    Form(aten.miopen_batch_norm.default, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
+    Form(aten.miopen_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
+)
+
+# Batch-norm overloads that deliberately have no row, each with the reason.
+EXCLUDED: Mapping[str, str] = MappingProxyType(
+    {
+        "aten::batch_norm_backward": "a gradient: it takes saved statistics and writes none",
+        "aten::native_batch_norm_backward": "a gradient: it takes saved statistics and writes none",
+        "aten::cudnn_batch_norm_backward": "a gradient: it takes saved statistics and writes none",
+        "aten::miopen_batch_norm_backward": "a gradient: it takes saved statistics and writes none",
+        "aten::_batch_norm_impl_index_backward": "a gradient: it takes saved statistics and writes none",
+    }
+)
+
+
+def _by_overload(forms: tuple[Form, ...]) -> Mapping[OpOverload, Form]:
+    """Look-up by overload; a duplicate row is a mistake in the table, said at import."""
+    found: dict[OpOverload, Form] = {}
+    for number, form in enumerate(forms):
+        if form.overload in found:
+            first = forms.index(found[form.overload])
+            raise ValueError(f"FORMS rows {first} and {number} both describe {form.name}: keep one")
+        found[form.overload] = form
+    return MappingProxyType(found)
+
+
+BY_OVERLOAD = _by_overload(FORMS)
+
+
+def family_form(training: bool, statistics: Statistics, out: bool) -> Form:
+    """The family's row for a mode, a way of handing on the statistics, and an `out=` call or not.
+
+    Raises: LookupError when the family has no such overload (no functional one writes to `out=`).
+
+    >>> family_form(training=False, statistics=Statistics.NONE, out=False).name
+    'aten._batch_norm_no_update.default'
+    """
+    wanted = (Mode.TRAIN if training else Mode.EVAL, statistics, out)
+    for form in FORMS:
+        if form.dialect is Dialect.FAMILY and (form.mode, form.statistics, bool(form.destinations)) == wanted:
+            return form
+    raise LookupError(f"the family has no overload for mode, statistics, out = {wanted}")

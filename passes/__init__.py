@@ -1,0 +1,1 @@
+"""How graphs are edited: finding batch norms, the one edit surface, and one pass a file."""

@@ -1,0 +1,260 @@
+"""The one edit surface: a `Draft` of an ExportedProgram or GraphModule, edited as graphs and built once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import Graph, GraphModule, Node
+
+from torch_batchnorm.errors import InvalidProgram
+
+Program = ExportedProgram | GraphModule
+
+# The inputs whose mutation a signature can list, and as what.
+MUTATIONS = {
+    InputKind.BUFFER: OutputKind.BUFFER_MUTATION,
+    InputKind.USER_INPUT: OutputKind.USER_INPUT_MUTATION,
+}
+_BEFORE_RESULTS = {*MUTATIONS.values(), OutputKind.TOKEN}
+if hasattr(OutputKind, "PARAMETER_MUTATION"):  # newer than torch 2.9
+    _BEFORE_RESULTS.add(OutputKind.PARAMETER_MUTATION)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One rewritten site: its name, its module path, the overload it was and the one it is."""
+
+    site: str
+    module: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Declined:
+    """One site left as it was: its name, its module path, its overload and the reason."""
+
+    site: str
+    module: str
+    form: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a pass did. It answers as torch.fx's PassResult too, so that a pass drops into a PassManager."""
+
+    program: Program
+    edits: tuple[Edit, ...] = ()
+    declined: tuple[Declined, ...] = ()
+
+    @property
+    def modified(self) -> bool:
+        """Whether anything changed: a second run of the same pass says False."""
+        return bool(self.edits)
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The program's top graph module."""
+        return top_module(self.program)
+
+
+def top_module(program: Program) -> GraphModule:
+    """The program's top graph module.
+
+    Raises: InvalidProgram for anything but an ExportedProgram or a GraphModule.
+    """
+    if isinstance(program, ExportedProgram):
+        return program.graph_module
+    if isinstance(program, GraphModule):
+        return program
+    raise InvalidProgram(
+        f"found a {type(program).__module__}.{type(program).__qualname__}, expected an ExportedProgram or a GraphModule: "
+        "export it first (torch.export.export)"
+    )
+
+
+def graphs_of(program: Program) -> list[tuple[str, Graph]]:
+    """The program's graphs by dotted path: the top one (path "") and those of every graph module nested in it."""
+    return [(path, module.graph) for path, module in _graph_modules(top_module(program))]
+
+
+def _graph_modules(top: torch.nn.Module) -> Iterator[tuple[str, GraphModule]]:
+    return ((path, module) for path, module in top.named_modules() if isinstance(module, GraphModule))
+
+
+def is_functional(program: Program) -> bool:
+    """Whether the program's dialect lists its mutations as outputs and allows no op that writes (ATEN, EDGE)."""
+    return isinstance(program, ExportedProgram) and program.dialect != "TRAINING"
+
+
+def input_specs(program: Program) -> dict[str, InputSpec]:
+    """What an exported program's signature says of each placeholder by name; empty for a GraphModule."""
+    if not isinstance(program, ExportedProgram):
+        return {}
+    return {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+
+
+class Draft:
+    """A program being edited: change `graphs`, then `build()`.
+
+    Unless `inplace`, the graphs are copies under the same node names, and `build()` returns a new program that shares
+    every parameter, buffer and constant with the one it came from. Each graph is compiled once, after the edits.
+    """
+
+    def __init__(self, program: Program, inplace: bool = False) -> None:
+        self.program = program
+        self.inplace = inplace
+        self.top = top_module(program)
+        self.functional = is_functional(program)
+        self.signature = program.graph_signature if isinstance(program, ExportedProgram) else None
+        modules = list(_graph_modules(self.top))
+        self._graphs = {id(m.graph): m.graph if inplace else copy_graph(m.graph) for _, m in modules}
+        self.graphs = [(path, self._graphs[id(module.graph)]) for path, module in modules]
+        self._inputs = input_specs(program)
+        self._listed = set() if self.signature is None else {(o.kind, o.target) for o in self.signature.output_specs}
+        self._unlisted: dict[Node, tuple[OutputKind, str]] = {}
+        self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def fake(self, like: torch.Tensor, size: int | torch.SymInt, dtype: torch.dtype) -> torch.Tensor:
+        """A `val` of shape [size] on the device of `like`, for an output that nothing reads; made once, as it is dear."""
+        key = (str(size), dtype, like.device)
+        if key not in self._fakes:
+            self._fakes[key] = like.new_empty((size,), dtype=dtype)
+        return self._fakes[key]
+
+    def mutate(self, target: Node, after: Node, value: Node) -> None:
+        """From `after` on, `target` is `value`; when `target` is a program input, the signature says so.
+
+        An input that the signature lists already keeps its entry: what is written last stays last.
+        """
+        target.replace_all_uses_with(value, delete_user_cb=lambda user: user > after and user is not value)
+        mutation = self._unlisted.pop(target, None) or self._mutation_of(target)
+        if mutation is not None:
+            self._unlisted[value] = mutation
+
+    def _mutation_of(self, node: Node) -> tuple[OutputKind, str] | None:
+        """The output a mutation of this placeholder is listed as, None when it is listed already or is no input."""
+        spec = self._inputs.get(node.name) if node.op == "placeholder" else None
+        if spec is None or self.signature is None:
+            return None
+        mutation = MUTATIONS[spec.kind], str(spec.target if spec.kind is InputKind.BUFFER else node.name)
+        return None if mutation in self._listed else mutation
+
+    def _list_mutations(self) -> None:
+        """Writes the new mutations into output node and signature, before what the program returns."""
+        if self.signature is None:
+            return
+        output = self.graphs[0][1].output_node()
+        values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        specs = list(self.signature.output_specs)
+        place = next((i for i, spec in enumerate(specs) if spec.kind not in _BEFORE_RESULTS), len(specs))
+        values[place:place] = self._unlisted
+        specs[place:place] = [OutputSpec(k, TensorArgument(v.name), name) for v, (k, name) in self._unlisted.items()]
+        if self._unlisted:
+            output.args = (tuple(values),)
+        specs = [_renamed(spec, value) for spec, value in zip(specs, values, strict=True)]
+        self.signature = ExportGraphSignature(list(self.signature.input_specs), specs)
+
+    def build(self) -> Program:
+        """The edited program, compiled, checked and, when it is an ExportedProgram, validated."""
+        self._list_mutations()
+        if not self.inplace:
+            return self._built_copy()
+        for _, module in _graph_modules(self.top):
+            module.graph.lint()
+            module.recompile()
+        if isinstance(self.program, ExportedProgram):
+            self.program._graph_signature = self.signature  # type: ignore[assignment]
+            self.program.validate()
+        return self.program
+
+    def _built_copy(self) -> Program:
+        modules = list(self.top.modules())
+        memo: dict[int, Any] = {id(value): value for module in modules for value in _state_of(module)}
+        memo.update(self._graphs)
+        if not isinstance(self.program, ExportedProgram):
+            return _copy_module(self.top, memo)
+        holder = torch.nn.Module()
+        for name in {str(node.target).partition(".")[0] for node in self.graphs[0][1].find_nodes(op="get_attr")}:
+            value = getattr(self.top, name)
+            setattr(holder, name, _copy_module(value, memo) if isinstance(value, torch.nn.Module) else value)
+        program = ExportedProgram(
+            root=holder,
+            graph=self.graphs[0][1],
+            graph_signature=self.signature,  # type: ignore[arg-type]
+            state_dict=copy.copy(self.program.state_dict),
+            range_constraints=copy.copy(self.program.range_constraints),
+            module_call_graph=[
+                dataclasses.replace(entry, signature=copy.deepcopy(entry.signature))
+                for entry in self.program.module_call_graph
+            ],
+            example_inputs=self.program.example_inputs,
+            constants=copy.copy(self.program.constants),
+            verifiers=list(self.program.verifiers),
+        )
+        program.graph_module.meta.update(self.top.meta)
+        return program
+
+
+def _renamed(spec: OutputSpec, value: Any) -> OutputSpec:
+    """The output's spec under the name of the node that the graph now returns for it."""
+    if not isinstance(value, Node) or getattr(spec.arg, "name", value.name) == value.name:
+        return spec
+    return dataclasses.replace(spec, arg=type(spec.arg)(value.name))  # type: ignore[call-arg]
+
+
+def _state_of(module: torch.nn.Module) -> Iterator[Any]:
+    """The parameters, buffers and plain tensors that a module holds itself: copies share them."""
+    plain = (v for v in module.__dict__.values() if isinstance(v, torch.Tensor | torch.ScriptObject))
+    return (v for v in (*module._parameters.values(), *module._buffers.values(), *plain) if v is not None)
+
+
+def _copy_module(module: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy that takes graphs and tensors from `memo` and loses no attribute.
+
+    A GraphModule's own deep copy forgets what was set on the instance: the `train` and `eval` of an unlifted program,
+    which refuse to run, would be back to the inherited ones, which silently do nothing.
+    """
+    copied = copy.deepcopy(module, memo)
+    for old in module.modules():
+        new = memo[id(old)]
+        for name, value in old.__dict__.items():
+            if name not in new.__dict__:
+                new.__dict__[name] = copy.deepcopy(value, memo)
+    for _, nested in _graph_modules(copied):
+        nested.graph.lint()
+    return copied
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy of the graph under the same node names, metadata shared node by node.
+
+    torch's own copy renames what shadows a builtin (`input` becomes `input_1`), which breaks every signature.
+    """
+    nodes: dict[Node, Node] = {}
+    copied = Graph(tracer_cls=graph._tracer_cls)
+    result = copied.graph_copy(graph, nodes, return_output_node=True)
+    copied._codegen = copy.deepcopy(graph._codegen)
+    if result is not None:
+        value, end = result  # type: ignore[misc]
+        nodes[end] = copied.output(value, type_expr=end.type)
+        nodes[end].meta = copy.copy(end.meta)
+    for old, new in nodes.items():
+        if old.name != new.name:
+            new.name = old.name
+    return copied

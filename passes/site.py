@@ -1,0 +1,110 @@
+"""Finding the batch norms of a graph: one `Site` a node, read as a `BatchNorm` record."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph, Node
+
+from torch_batchnorm.decomps.forms import BY_OVERLOAD, BatchNorm, Form
+
+# Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated.
+ORIGIN = "torch_batchnorm"
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One batch-norm node.
+
+    node: the call. path: dotted path of the nested graph it lies in, empty at the top.
+    form, norm: the row it was read by, and what it says; norm is None when it cannot be read.
+    outputs: for each output role in use, the nodes that hold that output (the node itself when the op returns one
+    tensor). problem: why the site cannot be read, empty when it can.
+    """
+
+    node: Node
+    path: str
+    form: Form
+    norm: BatchNorm | None
+    outputs: dict[str, list[Node]] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """How messages call it: the node's name, after the path of its nested graph."""
+        return f"{self.path}.{self.node.name}" if self.path else self.node.name
+
+    @property
+    def module(self) -> str:
+        """Dotted path of the module that the batch norm was traced from, empty when the graph does not say."""
+        stack = self.node.meta.get("nn_module_stack")
+        return str(list(stack.values())[-1][0]) if stack else ""
+
+    def used(self, role: str) -> bool:
+        """Whether something reads this output."""
+        return any(holder.users for holder in self.outputs.get(role, ()))
+
+
+def find_sites(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
+    """Every batch norm of the graphs in the order in which it runs, each read when it is reached: a pass that edits
+    while it iterates sees what its earlier edits made of a site.
+
+    Costs a side-table look-up for each form and a sort of what is found, whatever the size of the graph.
+    """
+    for path, graph in graphs:
+        found = [node for overload in BY_OVERLOAD for node in graph.find_nodes(op="call_function", target=overload)]
+        for node in sorted(found):
+            yield read_site(node, path)
+
+
+def read_site(node: Node, path: str = "") -> Site:
+    """The site of a call of one of the overloads in FORMS."""
+    form = BY_OVERLOAD[node.target]  # type: ignore[index]
+    try:
+        norm = _as_it_was(node, form.read(node.args, node.kwargs))
+    except KeyError as absent:
+        return Site(node, path, form, None, problem=f"argument {absent.args[0]} is missing from the call")
+    outputs, problem = _outputs(node, form)
+    return Site(node, path, form, norm, outputs, problem or _unreadable(norm))
+
+
+def _as_it_was(node: Node, norm: BatchNorm) -> BatchNorm:
+    """The record without the weight, bias or statistics that were only filled in because the family needs them."""
+    origin = (node.meta.get("custom") or {}).get(ORIGIN)
+    if origin is None:
+        return norm
+    computed = [f for f in origin["filled"] if getattr(getattr(norm, f), "op", None) == "call_function"]
+    return replace(norm, **dict.fromkeys(computed))
+
+
+def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
+    """Who holds which output, and why that cannot be told."""
+    if len(form.roles) == 1:
+        return {form.roles[0]: [node]}, ""
+    held: dict[str, list[Node]] = {}
+    for user in node.users:
+        index = user.args[1] if user.target is operator.getitem and len(user.args) == 2 else None
+        if type(index) is not int or not -len(form.roles) <= index < len(form.roles):
+            return held, f"its outputs are read by {user.name} ({user.target}), which is not a getitem of one output"
+        held.setdefault(form.roles[index], []).append(user)
+    return held, ""
+
+
+def _unreadable(norm: BatchNorm) -> str:
+    """Why the record does not say what is computed, empty when it does."""
+    if type(norm.training) is not bool:
+        return f"training is {_found(norm.training)}, not a literal True or False: the mode is not known"
+    if type(norm.eps) not in (float, int):
+        return f"eps is {_found(norm.eps)}, not a literal number"
+    if (norm.running_mean is None) is not (norm.running_var is None):
+        absent, given = ("running_mean", "running_var")[:: 1 if norm.running_mean is None else -1]
+        return f"{absent} is None and {given} is {_found(getattr(norm, given))}: pass both or neither"
+    if norm.running_mean is None and not norm.training:
+        return "it normalises with running statistics and has none: eval without running_mean, running_var is undefined"
+    return ""
+
+
+def _found(value: object) -> str:
+    return f"the value of node {value.name}" if isinstance(value, Node) else repr(value)

@@ -1,0 +1,13 @@
+"""What this library raises: one root, so that a caller can catch all of it with one clause."""
+
+
+class BatchNormError(Exception):
+    """The root of every error this library raises on purpose."""
+
+
+class InvalidProgram(BatchNormError, ValueError):
+    """The program handed in is not an exported program or a graph module, or its file cannot be read as one."""
+
+
+class InvalidOutput(BatchNormError, ValueError):
+    """The place to write to cannot be written, or would overwrite what was read."""
