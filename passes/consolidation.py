@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export.graph_signature import InputSpec
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from torch_batchnorm.decomps.forms import (
-    UPDATED,
     BatchNorm,
     Dialect,
     Form,
-    Mode,
     Statistics,
     family_form,
 )
@@ -31,7 +28,8 @@ from torch_batchnorm.passes.program import (
     input_specs,
     is_functional,
 )
-from torch_batchnorm.passes.site import ORIGIN, Site, find_sites
+from torch_batchnorm.passes.rewriting import write_site
+from torch_batchnorm.passes.site import Site, find_sites
 
 aten = torch.ops.aten
 
@@ -60,7 +58,7 @@ class Consolidate:
         draft = Draft(program, self.inplace)
         for site, plan in zip(find_sites(draft.graphs), plans, strict=True):
             if isinstance(plan, Edit) and site.norm is not None:
-                _rewrite(draft, site, site.norm)
+                write_site(draft, site, site.norm, _target(site.form, site.norm, draft.functional))
         edits = tuple(plan for plan in plans if isinstance(plan, Edit))
         return Result(draft.build(), edits, _declined(plans))
 
@@ -123,12 +121,20 @@ def _obstacle(site: Site, inputs: Mapping[str, InputSpec] | None) -> str:
             return f"its reserve is read by {reader.name} ({reader.target}), which expects {form.name}'s own layout"
     if form.destinations and inputs is not None:
         return f"{form.name} writes to its out arguments, which a functional program does not allow"
-    if form.destinations and not norm.training and (site.used("save_mean") or site.used("save_invstd")):
-        return "its saved statistics are read back from an out argument, whose shape in eval differs by device"
+    if form.destinations and not norm.training:
+        if site.used("save_mean") or site.used("save_invstd"):
+            return "its saved statistics are read back from an out argument, whose shape in eval differs by device"
+        if _shape(norm.out["out"]) is None or _shape(norm.out["out"]) != _shape(norm.input):
+            return "its out argument may be resized, and into which layout differs by form: allocate it in full"
     writes = norm.training and norm.running_mean is not None and form.statistics is Statistics.IN_PLACE
     if inputs is not None and writes:
         return _unlistable(site, inputs, norm.running_mean) or _unlistable(site, inputs, norm.running_var)
     return ""
+
+
+def _shape(node: Node) -> torch.Size | None:
+    val = node.meta.get("val")
+    return val.shape if isinstance(val, torch.Tensor) else None
 
 
 def _unlistable(site: Site, inputs: Mapping[str, InputSpec], statistic: Node) -> str:
@@ -148,150 +154,3 @@ def _is_view(node: Node) -> bool:
     """Whether a node's result shares memory with one of its inputs."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
-# Apply: one new call, and the nodes that held the old call's outputs read from it.
-
-
-def _rewrite(draft: Draft, site: Site, norm: BatchNorm) -> None:
-    node, target = site.node, _target(site.form, norm, draft.functional)
-    with node.graph.inserting_before(node):
-        filled = {name: _fill(norm, node, name) for name in norm.missing}
-        spelled = replace(norm, **filled, out=_destinations(norm, node, target))
-        args, kwargs = target.write(spelled)
-        call = _call(node.graph, target.overload, args, kwargs)
-    call.meta = _meta(draft, site, spelled, target, tuple(filled))
-    # Eval's saved statistics have one shape on no two devices: where they are read, they are rebuilt.
-    read = ("out", "reserve") if target.mode is Mode.EVAL and not target.destinations else target.roles
-    for role, holders in site.outputs.items():
-        for holder in holders:
-            if role in read:
-                _become(holder, operator.getitem, (call, target.roles.index(role)))
-            elif holder.users:
-                _REBUILT[role](holder, spelled)
-            else:
-                node.graph.erase_node(holder)
-    if node.target is site.form.overload:
-        node.graph.erase_node(node)
-    hidden = site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None
-    if hidden and target.statistics is Statistics.OUTPUTS:
-        _list_updates(draft, call, norm, target)
-
-
-def _call(graph: Graph, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-    """A call named as torch.export names it, after its op and not its overload."""
-    return graph.create_node("call_function", overload, args, kwargs, name=overload.overloadpacket.__name__)
-
-
-def _become(node: Node, target: Callable[..., Any], args: tuple[Any, ...], val: Any = None) -> None:
-    """Turns a node into another call under its old name, so that its users and the signature need no change."""
-    node.target, node.args, node.kwargs = target, args, {}
-    if val is not None:
-        node.meta = _carried(node, val)
-
-
-def _carried(node: Node, val: Any) -> dict[str, Any]:
-    """A node's metadata for a node that stands for it and has another value."""
-    kept = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
-    return kept if val is None else {**kept, "val": val}
-
-
-def _val(node: Node) -> torch.Tensor | None:
-    val = node.meta.get("val")
-    return val if isinstance(val, torch.Tensor) else None
-
-
-def _empty_like(node: Node, shape: Sequence[Any]) -> torch.Tensor | None:
-    val = _val(node)
-    return None if val is None else val.new_empty(tuple(shape))
-
-
-def _fill(norm: BatchNorm, node: Node, name: str) -> Node:
-    """The neutral [C] tensor for a missing weight, bias or statistic, of the dtype of those that are there."""
-    like = next((t for t in (norm.weight, norm.bias, norm.running_mean) if t is not None), norm.input)
-    input_val, graph = _val(norm.input), node.graph
-    channels: Any = None if input_val is None else input_val.shape[1]
-    size = channels
-    if type(channels) is not int:
-        size = _call(graph, aten.sym_size.int, (norm.input, 1))
-        size.meta = _carried(node, channels)
-    make = aten.new_ones.default if name in ("weight", "running_var") else aten.new_zeros.default
-    filled = _call(graph, make, (like, [size]))
-    filled.meta = _carried(node, None if channels is None else _empty_like(like, (channels,)))
-    return filled
-
-
-def _destinations(norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
-    """Where an `.out` call writes: the old destinations, and an empty one for a reserve that the old form lacks."""
-    absent = [role for role in target.destinations if role not in norm.out]
-    made = {}
-    for role in absent:
-        made[role] = _call(node.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
-        val = _val(norm.input)
-        made[role].meta = _carried(node, None if val is None else val.new_empty((0,), dtype=torch.uint8))
-    return {**norm.out, **made}
-
-
-def _meta(draft: Draft, site: Site, spelled: BatchNorm, target: Form, filled: tuple[str, ...]) -> dict[str, Any]:
-    """The call's metadata: the old node's, the values of the new outputs, and what was filled in, for the way back."""
-    old = site.node.meta.get("val")
-    known = dict(zip(site.form.roles, old if isinstance(old, tuple | list) else (old,), strict=False))
-    vals = (
-        None if known.get("out") is None else tuple(_output_val(draft, known, spelled, target, r) for r in target.roles)
-    )
-    meta = _carried(site.node, vals)
-    if filled:
-        meta["custom"] = {**(meta.get("custom") or {}), ORIGIN: {"form": site.form.name, "filled": list(filled)}}
-    return meta
-
-
-def _output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: Form, role: str) -> torch.Tensor:
-    if role in known and (target.mode is Mode.TRAIN or role == "out"):
-        return known[role]  # type: ignore[no-any-return]
-    out = known["out"]
-    if role == "reserve":
-        return draft.fake(out, 0, torch.uint8)
-    statistic = _val(spelled.running_mean)
-    unsaved = target.mode is Mode.EVAL and out.device.type == "cpu"
-    return draft.fake(out, 0 if unsaved else out.shape[1], out.dtype if statistic is None else statistic.dtype)
-
-
-def _copied(field: str) -> Callable[[Node, BatchNorm], None]:
-    def rebuild(holder: Node, norm: BatchNorm) -> None:
-        statistic = getattr(norm, field)
-        val = _val(statistic)
-        _become(holder, aten.clone.default, (statistic,), None if val is None else _empty_like(statistic, val.shape))
-
-    return rebuild
-
-
-def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
-    """1/sqrt(running_var + eps), which is what every kernel that saves it saves."""
-    var = norm.running_var
-    val = _val(var)
-    shape = () if val is None else val.shape
-    with holder.graph.inserting_before(holder):
-        shifted = _call(holder.graph, aten.add.Tensor, (var, norm.eps))
-    shifted.meta = _carried(holder, _empty_like(var, shape))
-    _become(holder, aten.rsqrt.default, (shifted,), _empty_like(var, shape))
-
-
-# Outputs that the family's eval op does not return, or not in one shape: rebuilt from the running statistics.
-_REBUILT: dict[str, Callable[[Node, BatchNorm], None]] = {
-    "save_mean": _copied("running_mean"),
-    "save_invstd": _inverse_deviation,
-    "new_running_mean": _copied("running_mean"),
-    "new_running_var": _copied("running_var"),
-}
-
-
-def _list_updates(draft: Draft, call: Node, norm: BatchNorm, target: Form) -> None:
-    """Hands on the new running statistics that a form in a functional program wrote behind its schema."""
-    after = call
-    for role, statistic in zip(UPDATED, (norm.running_mean, norm.running_var), strict=True):
-        index = target.roles.index(role)
-        with call.graph.inserting_after(after):
-            after = call.graph.call_function(operator.getitem, (call, index))
-        vals = call.meta.get("val")
-        after.meta = _carried(call, None if vals is None else _empty_like(statistic, (vals[0].shape[1],)))
-        draft.mutate(statistic, call, after)

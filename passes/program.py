@@ -19,6 +19,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from torch_batchnorm.errors import InvalidProgram
 
@@ -78,13 +79,12 @@ def top_module(program: Program) -> GraphModule:
 
     Raises: InvalidProgram for anything but an ExportedProgram or a GraphModule.
     """
-    if isinstance(program, ExportedProgram):
-        return program.graph_module
-    if isinstance(program, GraphModule):
-        return program
+    top: Any = program.graph_module if isinstance(program, ExportedProgram) else program
+    if isinstance(top, GraphModule):
+        return top
+    found = f"{type(program).__module__}.{type(program).__qualname__}"
     raise InvalidProgram(
-        f"found a {type(program).__module__}.{type(program).__qualname__}, expected an ExportedProgram or a GraphModule: "
-        "export it first (torch.export.export)"
+        f"found a {found}, expected an ExportedProgram or a GraphModule: export it first (torch.export.export)"
     )
 
 
@@ -131,7 +131,7 @@ class Draft:
         self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def fake(self, like: torch.Tensor, size: int | torch.SymInt, dtype: torch.dtype) -> torch.Tensor:
-        """A `val` of shape [size] on the device of `like`, for an output that nothing reads; made once, as it is dear."""
+        """A `val` of shape [size] on the device of `like` for an output that nothing reads; made once, it is dear."""
         key = (str(size), dtype, like.device)
         if key not in self._fakes:
             self._fakes[key] = like.new_empty((size,), dtype=dtype)
@@ -180,7 +180,7 @@ class Draft:
             module.recompile()
         if isinstance(self.program, ExportedProgram):
             self.program._graph_signature = self.signature  # type: ignore[assignment]
-            self.program.validate()
+            self.program.validate()  # type: ignore[no-untyped-call]
         return self.program
 
     def _built_copy(self) -> Program:
@@ -188,7 +188,8 @@ class Draft:
         memo: dict[int, Any] = {id(value): value for module in modules for value in _state_of(module)}
         memo.update(self._graphs)
         if not isinstance(self.program, ExportedProgram):
-            return _copy_module(self.top, memo)
+            copied: GraphModule = _copy_module(self.top, memo)
+            return copied
         holder = torch.nn.Module()
         for name in {str(node.target).partition(".")[0] for node in self.graphs[0][1].find_nodes(op="get_attr")}:
             value = getattr(self.top, name)
@@ -248,13 +249,53 @@ def copy_graph(graph: Graph) -> Graph:
     """
     nodes: dict[Node, Node] = {}
     copied = Graph(tracer_cls=graph._tracer_cls)
-    result = copied.graph_copy(graph, nodes, return_output_node=True)
+    returned: Any = copied.graph_copy(graph, nodes, return_output_node=True)
     copied._codegen = copy.deepcopy(graph._codegen)
-    if result is not None:
-        value, end = result  # type: ignore[misc]
+    if returned is not None:
+        value, end = returned
         nodes[end] = copied.output(value, type_expr=end.type)
         nodes[end].meta = copy.copy(end.meta)
     for old, new in nodes.items():
         if old.name != new.name:
             new.name = old.name
     return copied
+
+
+def state_names(program: Program) -> dict[Node, str]:
+    """What each node that brings in state is called outside: a parameter's or buffer's FQN, a user input's name.
+
+    Placeholders of nested graphs are called as the operand they are bound to.
+    """
+    names: dict[Node, str] = {}
+    inputs = input_specs(program)
+    for path, module in _graph_modules(top_module(program)):
+        for node in module.graph.nodes:
+            if node.op == "placeholder" and not path:
+                spec = inputs.get(node.name)
+                names[node] = node.name if spec is None or spec.target is None else spec.target
+            elif node.op == "get_attr":
+                names[node] = f"{path}.{node.target}" if path else str(node.target)
+        for node in module.graph.nodes:
+            for placeholder, operand in _bindings(module, node):
+                if operand in names:
+                    names.setdefault(placeholder, names[operand])
+    return names
+
+
+def _bindings(module: GraphModule, node: Node) -> Iterator[tuple[Node, Node]]:
+    """What a call of nested graphs binds to their placeholders: as far as we know every one takes its operands last."""
+    operands: list[Node] = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
+    for operand in operands:
+        nested = _attribute(module, str(operand.target)) if operand.op == "get_attr" else None
+        if not isinstance(nested, GraphModule):
+            continue
+        placeholders = nested.graph.find_nodes(op="placeholder")
+        if len(placeholders) <= len(operands):
+            yield from zip(placeholders, operands[len(operands) - len(placeholders) :], strict=True)
+
+
+def _attribute(module: torch.nn.Module, target: str) -> Any:
+    value: Any = module
+    for atom in target.split("."):
+        value = getattr(value, atom, None)
+    return value

@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from torch_batchnorm.decomps.forms import BY_OVERLOAD, BatchNorm, Form
@@ -76,7 +78,8 @@ def _as_it_was(node: Node, norm: BatchNorm) -> BatchNorm:
     if origin is None:
         return norm
     computed = [f for f in origin["filled"] if getattr(getattr(norm, f), "op", None) == "call_function"]
-    return replace(norm, **dict.fromkeys(computed))
+    absent: dict[str, Any] = dict.fromkeys(computed)
+    return replace(norm, **absent)
 
 
 def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
@@ -94,6 +97,9 @@ def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
 
 def _unreadable(norm: BatchNorm) -> str:
     """Why the record does not say what is computed, empty when it does."""
+    val = norm.input.meta.get("val") if isinstance(norm.input, Node) else None
+    if isinstance(val, torch.Tensor) and val.ndim < 2:
+        return f"its input is of rank {val.ndim}, expected [N, C, *]"
     if type(norm.training) is not bool:
         return f"training is {_found(norm.training)}, not a literal True or False: the mode is not known"
     if type(norm.eps) not in (float, int):

@@ -1,6 +1,15 @@
 """Batch norm in exported PyTorch graphs: one op family, exact rewrites, the kernel chosen when the program runs."""
 
+from torch_batchnorm.decomps.forms import FORMS as FORMS
+from torch_batchnorm.decomps.forms import Form as Form
 from torch_batchnorm.errors import BatchNormError as BatchNormError
+from torch_batchnorm.errors import InvalidOutput as InvalidOutput
+from torch_batchnorm.errors import InvalidProgram as InvalidProgram
 from torch_batchnorm.passes.consolidation import Consolidate as Consolidate
 from torch_batchnorm.passes.consolidation import consolidate as consolidate
+from torch_batchnorm.passes.program import Declined as Declined
+from torch_batchnorm.passes.program import Edit as Edit
 from torch_batchnorm.passes.program import Result as Result
+from torch_batchnorm.render import render as render
+from torch_batchnorm.report import Report as Report
+from torch_batchnorm.report import inspect as inspect

@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TESTS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test accept bench
+
+help: ## list the commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## make .venv with the pinned requirements and this package in it
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: setup ## consolidate a real ResNet-50, train it beside eager, save and load it
+	$(BIN)/python examples/quickstart.py
+
+check: setup ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: setup ## every test
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+accept: setup ## rewrite the graph snapshots with what the code does now (read the diff)
+	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest -q tests/test_snapshots.py tests/test_expect.py $(TESTS)
+
+bench: setup ## measure the claims of the README: a table, and benchmarks/results.json
+	$(BIN)/python benchmarks/run.py

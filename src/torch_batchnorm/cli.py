@@ -1,0 +1,107 @@
+"""The command line: what the library does, on .pt2 files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from torch_batchnorm.errors import BatchNormError
+from torch_batchnorm.files import check_output, load, save
+from torch_batchnorm.passes.consolidation import Consolidate
+from torch_batchnorm.render import result_tables
+from torch_batchnorm.report import inspect
+
+app = typer.Typer(
+    help="Batch norm in exported PyTorch programs (.pt2). Exit code: 0 done, 1 a site was declined under --strict, "
+    "2 bad input.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+_progress = Console(stderr=True)
+
+
+def _out() -> Console:
+    """Standard output, wide enough for a table when it is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+@contextmanager
+def _step(doing: str) -> Iterator[None]:
+    """Shows what is being done; a mistake of the user's ends the program with one line and exit code 2."""
+    try:
+        with _progress.status(escape(doing)):
+            yield
+    except BatchNormError as error:
+        typer.echo(f"torch-batchnorm: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torch-batchnorm {version('torch-batchnorm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    shown: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+Source = Annotated[Path, typer.Argument(metavar="IN.pt2", help="A program written by torch.export.save.")]
+
+
+@app.command("inspect", epilog="Example: torch-batchnorm inspect model.pt2")
+def _inspect(
+    source: Source,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List every batch norm of a program: form, mode, shape, state, neighbours."""
+    with _step(f"Loading {source}"):
+        report = inspect(load(source))
+    if json:
+        typer.echo(report.to_json())
+    else:
+        _out().print(report.table() if report.entries else report.summary())
+
+
+@app.command("consolidate", epilog="Example: torch-batchnorm consolidate model.pt2 -o consolidated.pt2 --report")
+def _consolidate(
+    source: Source,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.pt2", help="Where to save the result.")],
+    report: Annotated[bool, typer.Option("--report", help="Print what was rewritten and what was declined.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1, saving nothing, when a site is declined.")] = False,
+) -> None:
+    """Rewrite every batch norm into the op family whose kernel is chosen when the program runs."""
+    with _step(f"Loading {source}"):
+        check_output(source, output)
+        program = load(source)
+    with _step("Consolidating"):
+        result = Consolidate()(program)
+    if report:
+        for table in result_tables(result):
+            _out().print(table)
+    if strict and result.declined:
+        first = result.declined[0]
+        typer.echo(f"torch-batchnorm: {len(result.declined)} declined: {first.site}: {first.reason}", err=True)
+        raise typer.Exit(1)
+    with _step(f"Saving {output}"):
+        save(result.program, output)  # type: ignore[arg-type]
+    typer.echo(f"{len(result.edits)} rewritten, {len(result.declined)} declined: {output}")
+
+
+def main() -> None:
+    """The console script `torch-batchnorm`."""
+    app()

@@ -1,0 +1,92 @@
+"""FORMS covers ATen, says what the schemas say, and reads back what it writes."""
+
+import pytest
+import torch
+
+from torch_batchnorm import FORMS
+from torch_batchnorm.decomps.forms import (
+    BY_OVERLOAD,
+    EXCLUDED,
+    BatchNorm,
+    Mode,
+    Statistics,
+    _by_overload,
+    family_form,
+)
+
+HELPERS = ("_elemt", "_reduce", "_gather_stats", "_gather_stats_with_counts", "_update_stats", "_stats")
+SCHEMAS = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::") and "batch_norm" in s.name]
+
+
+def test_every_batch_norm_overload_of_aten_has_a_row_or_a_reasoned_exclusion():
+    helpers = {s.name for s in SCHEMAS if s.name.endswith(HELPERS) or "quantized" in s.name}
+    rows = {f.overload._schema.name + "." + f.overload._schema.overload_name for f in FORMS}
+    open_questions = [
+        str(s)
+        for s in SCHEMAS
+        if s.name not in helpers and s.name not in EXCLUDED and f"{s.name}.{s.overload_name}" not in rows
+    ]
+    assert open_questions == []
+
+
+def test_every_exclusion_exists_and_says_why():
+    assert set(EXCLUDED) <= {s.name for s in SCHEMAS}
+    assert all(len(reason.split()) > 3 for reason in EXCLUDED.values())
+
+
+def test_a_duplicate_row_is_an_error_that_names_both():
+    with pytest.raises(ValueError, match=r"FORMS rows 0 and 1 both describe aten\._batch_norm_with_update\.default"):
+        _by_overload((FORMS[0], FORMS[0]))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+def test_row_agrees_with_the_schema(form):
+    schema = form.overload._schema
+    assert len(form.roles) == len(schema.returns)
+    named = [(role, r.name) for role, r in zip(form.roles, schema.returns, strict=True) if r.name.endswith("_out")]
+    assert all(name == role.removeprefix("new_") + "_out" for role, name in named)
+    assert ("training" in form.arguments) is (form.mode is Mode.FLAG)
+    takes = "running_mean" in form.arguments
+    assert takes or form.statistics is Statistics.NONE
+    assert BY_OVERLOAD[form.overload] is form
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+def test_hidden_writes_are_those_that_the_schema_leaves_out(form):
+    hides = {"batch_norm", "_batch_norm_impl_index", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+    assert form.hides_update is (form.overload._schema.name.removeprefix("aten::") in hides)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+def test_row_reads_what_it_writes_by_position_and_by_keyword(form):
+    values = {name: name for name in form.arguments} | {"training": form.mode is not Mode.EVAL}
+    norm = BatchNorm(
+        **{f: values.get(f) for f in ("input", "weight", "bias", "running_mean", "running_var")},
+        training=values["training"],
+        momentum="momentum",
+        eps="eps",
+        out={role: f"into_{role}" for role in form.destinations},
+    )
+    args, kwargs = form.write(norm)
+    assert form.read(args, kwargs) == norm
+    schema = [a.name for a in form.overload._schema.arguments if not a.is_out]
+    assert form.read((), dict(zip(schema, args, strict=True)) | kwargs) == norm
+
+
+def test_the_family_has_an_overload_for_every_mode():
+    names = [
+        family_form(True, Statistics.IN_PLACE, False).name,
+        family_form(True, Statistics.IN_PLACE, True).name,
+        family_form(True, Statistics.OUTPUTS, False).name,
+        family_form(False, Statistics.NONE, False).name,
+        family_form(False, Statistics.NONE, True).name,
+    ]
+    assert names == [
+        "aten._batch_norm_with_update.default",
+        "aten._batch_norm_with_update.out",
+        "aten._batch_norm_with_update_functional.default",
+        "aten._batch_norm_no_update.default",
+        "aten._batch_norm_no_update.out",
+    ]
+    with pytest.raises(LookupError, match="no overload"):
+        family_form(True, Statistics.OUTPUTS, True)
