@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import (
     ExportGraphSignature,
     InputKind,
@@ -200,10 +200,7 @@ class Draft:
             graph_signature=self.signature,  # type: ignore[arg-type]
             state_dict=copy.copy(self.program.state_dict),
             range_constraints=copy.copy(self.program.range_constraints),
-            module_call_graph=[
-                dataclasses.replace(entry, signature=copy.deepcopy(entry.signature))
-                for entry in self.program.module_call_graph
-            ],
+            module_call_graph=list(map(_copy_entry, self.program.module_call_graph)),
             example_inputs=self.program.example_inputs,
             constants=copy.copy(self.program.constants),
             verifiers=list(self.program.verifiers),
@@ -219,9 +216,18 @@ def _renamed(spec: OutputSpec, value: Any) -> OutputSpec:
     return dataclasses.replace(spec, arg=type(spec.arg)(value.name))  # type: ignore[call-arg]
 
 
+def _copy_entry(entry: ModuleCallEntry) -> ModuleCallEntry:
+    """An entry whose argument names can be changed without changing the original's."""
+    if entry.signature is None:
+        return copy.copy(entry)
+    inputs, outputs = (list(map(copy.copy, a)) for a in (entry.signature.inputs, entry.signature.outputs))
+    return dataclasses.replace(entry, signature=dataclasses.replace(entry.signature, inputs=inputs, outputs=outputs))
+
+
 def _state_of(module: torch.nn.Module) -> Iterator[Any]:
-    """The parameters, buffers and plain tensors that a module holds itself: copies share them."""
-    plain = (v for v in module.__dict__.values() if isinstance(v, torch.Tensor | torch.ScriptObject))
+    """What copies of a module share: the parameters, buffers and constants that it holds itself."""
+    shared = torch.Tensor | torch.ScriptObject | pytree.TreeSpec
+    plain = (v for v in module.__dict__.values() if isinstance(v, shared))
     return (v for v in (*module._parameters.values(), *module._buffers.values(), *plain) if v is not None)
 
 
@@ -250,7 +256,7 @@ def copy_graph(graph: Graph) -> Graph:
     nodes: dict[Node, Node] = {}
     copied = Graph(tracer_cls=graph._tracer_cls)
     returned: Any = copied.graph_copy(graph, nodes, return_output_node=True)
-    copied._codegen = copy.deepcopy(graph._codegen)
+    copied._codegen = copy.copy(graph._codegen)
     if returned is not None:
         value, end = returned
         nodes[end] = copied.output(value, type_expr=end.type)

@@ -33,11 +33,14 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
     call.meta = _meta(draft, site, spelled, target, tuple(filled))
     # Eval's saved statistics have one shape on no two devices: where they are read, they are rebuilt.
     read = ("out", "reserve") if target.mode is Mode.EVAL and not target.destinations else target.roles
+    last = call
     for role, holders in site.outputs.items():
         for holder in holders:
             if role in read:
                 _become(holder, operator.getitem, (call, target.roles.index(role)))
             elif holder.users:
+                last.append(holder)  # to right behind the call: there the statistics still are what it read
+                last = holder
                 _REBUILT[role](holder, spelled)
             else:
                 node.graph.erase_node(holder)

@@ -1,0 +1,339 @@
+"""Exported programs of both dialects and plain graph modules: the same numbers, state, gradients and metadata after."""
+
+import copy
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.infra.pass_manager import PassManager
+
+import torch_batchnorm as tbn
+from programs import (
+    Op,
+    aten,
+    claim_aten,
+    consolidated,
+    export,
+    legacy_left,
+    native,
+    same,
+    saved_and_loaded,
+    state_of,
+    step,
+)
+
+
+class BiasOnly(nn.BatchNorm2d):
+    """A batch norm whose weight alone is missing."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.weight = None
+
+
+class Diamond(nn.Module):
+    """Two batch norms of one convolution, added, and a third one of their sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3)
+        self.left, self.right, self.last = nn.BatchNorm2d(3), nn.BatchNorm2d(3, affine=False), BiasOnly(3)
+
+    def forward(self, input):
+        y = self.conv(input)
+        return self.last(self.left(y) + self.right(y).relu())
+
+
+class Inside(nn.Module):
+    """Batch norm inside batch norm: the weight of the outer one is what an inner one returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.BatchNorm1d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        weight = self.inner(x.mean((2, 3))).mean(0)
+        return nn.functional.batch_norm(self.outer(x), None, None, weight, training=True)
+
+
+class Twice(nn.Module):
+    """One batch norm called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.bn(self.bn(x).relu())
+
+
+X = torch.randn(4, 3, 6, 6)
+MODULES = {
+    "2-D input": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(5, 3)),
+    "3-D input": (lambda: nn.Sequential(nn.Conv1d(3, 3, 2), nn.BatchNorm1d(3)), torch.randn(4, 3, 6)),
+    "4-D input": (lambda: nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3), nn.ReLU()), X),
+    "5-D input": (lambda: nn.Sequential(nn.Conv3d(3, 3, 2), nn.BatchNorm3d(3)), torch.randn(2, 3, 4, 4, 4)),
+    "affine off": (lambda: nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3, affine=False)), X),
+    "weight missing": (lambda: nn.Sequential(nn.Conv2d(3, 3, 2), BiasOnly(3)), X),
+    "statistics off": (lambda: nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3, track_running_stats=False)), X),
+    "all off": (
+        lambda: nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3, affine=False, track_running_stats=False)),
+        X,
+    ),
+    "double": (lambda: nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3)).double(), X.double()),
+    "bf16 input, f32 statistics": (lambda: nn.BatchNorm2d(3), X.bfloat16()),
+    "bf16 input, nothing else": (lambda: nn.BatchNorm2d(3, affine=False, track_running_stats=False), X.bfloat16()),
+    "channels_last input": (lambda: nn.BatchNorm2d(3), X.contiguous(memory_format=torch.channels_last)),
+    "chain": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3)), X),
+    "diamond": (Diamond, X),
+    "batch norm inside batch norm": (Inside, X),
+    "one module called twice": (Twice, X),
+    "eps and momentum of its own": (lambda: nn.BatchNorm2d(3, eps=1e-3, momentum=0.03), X),
+    "one frozen in a train program": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval()), X),
+}
+
+
+def _built(name, training):
+    torch.manual_seed(0)
+    make, x = MODULES[name]
+    module = make()
+    for bn in module.modules():
+        if isinstance(bn, nn.modules.batchnorm._BatchNorm) and bn.running_var is not None:
+            bn.running_mean.normal_()
+            bn.running_var.uniform_(0.5, 1.5)
+    return (module if training else module.eval()), x
+
+
+@pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
+@pytest.mark.parametrize("name", MODULES)
+def test_training_ir_program_equals_the_original_and_the_eager_module(name, training):
+    module, x = _built(name, training)
+    program = export(module, x)
+    result = consolidated(program)
+    assert (len(result.edits), result.declined) == (len(legacy_left(program)), ())
+    found = step(result.program.module(), x)
+    assert same(found, step(program.module(), x))
+    assert same(found[0], step(module, x)[0])
+    assert same(step(saved_and_loaded(result.program).module(), x), found)
+
+
+@pytest.mark.parametrize("table", [None, {}], ids=("default table", "empty table"))
+@pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
+@pytest.mark.parametrize("name", MODULES)
+def test_aten_program_equals_the_original(name, training, table):
+    module, x = _built(name, training)
+    program = export(module, x).run_decompositions(table)
+    result = consolidated(program)
+    assert (len(result.edits), result.declined) == (len(legacy_left(program)), ())
+    assert mutations(result.program) == mutations(program)
+    for found in (result.program, saved_and_loaded(result.program)):
+        with torch.no_grad():  # a decomposed train program cannot be differentiated, consolidated or not
+            assert same(step(found.module(), x), step(program.module(), x))
+
+
+FLAGS = (True, 0.1, 1e-5)  # training, momentum, eps
+
+
+def mutations(program):
+    return [(s.kind.name, s.target) for s in program.graph_signature.output_specs]
+
+
+HIDING = {
+    "native_batch_norm": native,
+    "batch_norm": lambda *tensors: aten.batch_norm.default(*tensors, *FLAGS, False),
+    "_batch_norm_impl_index": lambda *tensors: aten._batch_norm_impl_index.default(*tensors, *FLAGS, False)[0],
+    "cudnn_batch_norm": lambda *tensors: aten.cudnn_batch_norm.default(*tensors, *FLAGS)[0],
+    "miopen_batch_norm": lambda *tensors: aten.miopen_batch_norm.default(*tensors, *FLAGS)[0],
+}
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+@pytest.mark.parametrize("name", HIDING)
+def test_a_write_that_the_schema_hides_survives_in_both_dialects(name, calls):
+    torch.manual_seed(0)
+    module, x = Op(HIDING[name], calls=calls), torch.randn(4, 3)
+    program = export(module, x)
+    module.function = native  # what every one of them computes, on a device that has no cuDNN and no MIOpen
+    eager = step(module, x)
+    assert same(step(consolidated(program).program.module(), x), eager)
+    functional = consolidated(claim_aten(program))
+    assert mutations(functional.program)[:2] == [
+        ("BUFFER_MUTATION", "running_mean"),
+        ("BUFFER_MUTATION", "running_var"),
+    ]
+    with torch.no_grad():
+        for found in (functional.program, saved_and_loaded(functional.program)):
+            assert same(step(found.module(), x)[:2], eager[:2])
+
+
+def test_a_hidden_write_to_a_value_that_is_already_listed_takes_its_place_in_the_signature():
+    torch.manual_seed(0)
+    module, x = Op(native, calls=2), torch.randn(4, 3)
+    program = export(module, x).run_decompositions()
+    first, second = (n for n in program.graph.nodes if "batch_norm" in str(n.target))
+    held = {(n.args[0], n.args[1]): n for n in program.graph.nodes if n.target is operator.getitem}
+    for index in (3, 4):
+        held[second, index].replace_all_uses_with(held[first, index])
+        program.graph.erase_node(held[second, index])
+    second.target = aten.native_batch_norm.default
+    for spec, index in zip(program.graph_signature.output_specs, (3, 4), strict=False):
+        spec.arg.name = held[first, index].name
+    program.graph_module.recompile()
+    with torch.no_grad():
+        expected = step(module, x)[:2]
+        assert same(step(program.module(), x)[:2], expected)
+        assert same(step(consolidated(program).program.module(), x)[:2], expected)
+
+
+BATCH = {0: Dim("n", min=2)}
+
+
+@pytest.mark.parametrize("dims", [BATCH, BATCH | {2: Dim("h", min=4), 3: Dim("w", min=4)}], ids=("batch", "and size"))
+@pytest.mark.parametrize("affine", [True, False], ids=("affine", "affine off"))
+def test_dynamic_shapes_stay_dynamic(dims, affine):
+    module = nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3, affine=affine))
+    program = export(module, X, dynamic=(dims,))
+    for original in (program, program.run_decompositions()):
+        found = saved_and_loaded(consolidated(original).program)
+        assert found.range_constraints.keys() == original.range_constraints.keys()
+        for x in (torch.randn(7, 3, 6, 6), torch.randn(2, 3, 6, 6)):
+            with torch.no_grad():
+                assert same(step(found.module(), x), step(original.module(), x))
+
+
+def test_dynamic_channels_are_filled_in_by_size():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return nn.functional.batch_norm(x, None, None, training=True)
+
+    program = export(Plain(), X, dynamic=({1: Dim("c", min=2)},))
+    found = consolidated(program).program
+    for x in (torch.randn(4, 5, 6, 6), torch.randn(4, 9, 6, 6)):
+        assert same(step(found.module(), x), step(program.module(), x))
+
+
+def _joint(x, w, b, m, v):
+    out, mean, invstd = aten._native_batch_norm_legit.default(x, w, b, m, v, True, 0.1, 1e-5)
+    grads = aten.native_batch_norm_backward.default(out, x, w, m, v, mean, invstd, True, 1e-5, [True, True, True])
+    return (out, *grads)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True], ids=("make_fx", "make_fx pre-dispatch"))
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_graph_module_with_its_backward(mode, pre_dispatch):
+    inputs = [torch.randn(4, 3), torch.rand(3), torch.randn(3), torch.zeros(3), torch.ones(3)]
+    graph = make_fx(_joint, tracing_mode=mode, pre_dispatch=pre_dispatch)(*map(torch.clone, inputs))
+    result = consolidated(graph)
+    assert [e.after for e in result.edits] == ["aten._batch_norm_with_update.default"]
+    runs = [(list(map(torch.clone, inputs)), g) for g in (graph, result.program)]
+    assert same([g(*i) for i, g in runs], [runs[0][1](*map(torch.clone, inputs))] * 2)
+    assert same(runs[0][0], runs[1][0])
+
+
+def test_unlifted_module_keeps_state_and_refusals():
+    module = export(nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3)), X).module()
+    found = consolidated(module).program
+    assert same(step(found, X), step(module, X))
+    assert all(a is b for a, b in zip(found.parameters(), module.parameters(), strict=True))
+    with pytest.raises(NotImplementedError, match="eval"):
+        found.eval()
+
+
+def test_aotautograd_graphs():
+    from functorch.compile import aot_module
+
+    seen = []
+
+    def compiler(graph, _):
+        seen.append((graph, consolidated(graph)))
+        return seen[-1][1].program
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3))
+    compiled = aot_module(copy.deepcopy(module), fw_compiler=compiler, bw_compiler=lambda graph, _: graph)
+    assert same(compiled(X), module(X))
+    (_, forward), *_ = seen
+    assert [e.after for e in forward.edits] == ["aten._batch_norm_with_update_functional.default"]
+
+
+def test_metadata_names_and_outputs_are_kept():
+    program = export(_built("chain", True)[0], X)
+    found = consolidated(program).program
+    names = [n.name for n in found.graph.nodes]
+    assert [n.name for n in program.graph.nodes if n.name not in names] == []
+    for old in program.graph.nodes:
+        new = next(n for n in found.graph.nodes if n.name == old.name)
+        assert {k: new.meta[k] for k in old.meta if k not in ("val", "tensor_meta")} == {
+            k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta")
+        }
+    calls = [n for n in found.graph.nodes if "batch_norm" in str(n.target)]
+    assert all({"nn_module_stack", "stack_trace", "val"} <= n.meta.keys() for n in calls)
+    assert [c.name for c in calls] == [
+        "_batch_norm_with_update",
+        "_batch_norm_with_update_1",
+        "_batch_norm_with_update_2",
+    ]
+
+
+def test_what_was_filled_in_is_remembered_through_saving_and_retracing():
+    program = consolidated(export(_built("all off", True)[0], X)).program
+    filled = ["weight", "bias", "running_mean", "running_var"]
+    for kept in (program, saved_and_loaded(program), program.run_decompositions()):
+        (entry,) = tbn.inspect(kept).entries
+        assert (entry.affine, entry.stats) == ("none", "batch")
+        (node,) = (n for n in kept.graph.nodes if "batch_norm" in str(n.target))
+        assert node.meta["custom"]["torch_batchnorm"] == {"form": "aten.batch_norm.default", "filled": filled}
+
+
+def test_in_place_edits_the_given_program_and_returns_it():
+    for program in (export(Twice(), X), export(Twice(), X).run_decompositions(), export(Twice(), X).module()):
+        expected = consolidated(program).program
+        result = tbn.Consolidate(inplace=True)(program)
+        assert result.program is program
+        assert (result.modified, legacy_left(program)) == (True, [])
+        assert tbn.render(program) == tbn.render(expected)
+
+
+def test_a_program_with_nothing_to_do_is_returned_as_it_is():
+    program = export(nn.ReLU(), X)
+    assert tbn.consolidate(program) is program
+    assert tbn.Consolidate()(program) == tbn.Result(program)
+
+
+def test_the_pass_drops_into_a_pass_manager():
+    graph = export(Twice(), X).module()
+    result = PassManager([tbn.Consolidate()])(graph)
+    assert (result.modified, legacy_left(result.graph_module)) == (True, [])
+
+
+def test_a_consolidated_program_can_be_decomposed_again():
+    module, x = _built("diamond", True)
+    program = export(module, x)
+    decomposed = consolidated(program).program.run_decompositions()
+    assert legacy_left(decomposed) == []
+    with torch.no_grad():
+        assert same(step(decomposed.module(), x), step(program.module(), x))
+
+
+def test_something_else_is_refused_by_name():
+    with pytest.raises(tbn.InvalidProgram, match=r"found a torch\..*ReLU, expected an ExportedProgram"):
+        tbn.consolidate(nn.ReLU())
+
+
+def test_training_follows_the_eager_model_step_by_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 2), BiasOnly(2))
+    found = tbn.consolidate(export(copy.deepcopy(model), X)).module()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, found)]
+    for _ in range(5):
+        batch, losses = torch.randn_like(X), []
+        for m, optimizer in zip((model, found), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(m(batch).pow(3).mean())
+            losses[-1].backward()
+            optimizer.step()
+        assert same(*losses)
+        assert same(state_of(model), state_of(found))
