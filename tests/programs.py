@@ -74,6 +74,16 @@ def claim_aten(ep):
     )
 
 
+def writes_to_a_view():
+    """A functional program with one site, whose hidden write goes to slices: it cannot be consolidated."""
+
+    class View(Op):
+        def forward(self, x):
+            return native(x, self.weight[:3], self.bias[:3], self.running_mean[:3], self.running_var[:3])
+
+    return claim_aten(export(View(native, channels=4), torch.randn(4, 3)))
+
+
 def call_graph(
     form: Form, training: bool, *, absent=(), unread=(), keywords=False, shape=None, **changed
 ) -> GraphModule:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.export import ExportedProgram
@@ -91,8 +92,8 @@ def _argument(value: Any) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A rich table with these columns and rows; None shows as a dash."""
-    made = Table(title=title, title_justify="left", header_style="bold")
+    """A rich table, in ASCII that pastes into an issue as Markdown; None shows as a dash."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.MARKDOWN)
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:
@@ -106,7 +107,7 @@ def text_of(*parts: object, width: int = 160) -> str:
     with console.capture() as capture:
         for part in parts:
             console.print(part, highlight=False)
-    return capture.get().rstrip("\n")
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
 
 
 def result_tables(result: Result) -> Iterator[Table]:

@@ -1,0 +1,175 @@
+"""The command line: what it prints, what it exits with, and that it never loses a file."""
+
+import json
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from programs import Op, claim_aten, export, legacy_left, native, same, step, writes_to_a_view
+from torch_batchnorm.cli import app
+
+X = torch.randn(2, 3, 4, 4)
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def model(tmp_path):
+    file = tmp_path / "model.pt2"
+    torch.export.save(export(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), X), file)
+    return file
+
+
+@pytest.fixture
+def declined(tmp_path):
+    """A program with a site that cannot be rewritten."""
+    file = tmp_path / "declined.pt2"
+    torch.export.save(writes_to_a_view(), file)
+    return file
+
+
+def test_inspect_prints_a_table(run, model):
+    result = run("inspect", model)
+    assert result.exit_code == 0
+    assert "1 batch norm: 1 x aten.batch_norm.default (train)" in result.stdout
+    assert "f32[2, 3, 4, 4]" in result.stdout
+
+
+def test_inspect_prints_json(run, model):
+    (entry,) = json.loads(run("inspect", model, "--json").stdout)["batch_norms"]
+    assert (entry["form"], entry["counter"]) == ("aten.batch_norm.default", "1.num_batches_tracked")
+
+
+def test_consolidate_saves_an_equal_program(run, model, tmp_path):
+    before, out = model.read_bytes(), tmp_path / "out.pt2"
+    result = run("consolidate", model, "-o", out, "--report")
+    assert (result.exit_code, model.read_bytes()) == (0, before)
+    assert "1 rewritten, 0 declined" in result.stdout
+    assert "aten._batch_norm_with_update.default" in result.stdout
+    found = torch.export.load(out)
+    assert legacy_left(found) == []
+    assert same(step(found.module(), X), step(torch.export.load(model).module(), X))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt2", "out.pt2"]
+
+
+def test_strict_exits_1_and_saves_nothing(run, declined, tmp_path):
+    out = tmp_path / "out.pt2"
+    result = run("consolidate", declined, "-o", out, "--strict", "--report")
+    assert (result.exit_code, out.exists()) == (1, False)
+    assert "1 declined: native_batch_norm: it writes to slice_3" in result.stderr
+    assert "1 declined" in result.stdout
+
+
+def test_without_strict_a_declined_site_is_reported_and_the_program_saved(run, declined, tmp_path):
+    result = run("consolidate", declined, "-o", tmp_path / "out.pt2")
+    assert (result.exit_code, "0 rewritten, 1 declined" in result.stdout) == (0, True)
+    assert (tmp_path / "out.pt2").is_file()
+
+
+def test_a_hidden_write_is_consolidated_from_a_file(run, tmp_path):
+    torch.manual_seed(0)
+    module = Op(native)
+    torch.export.save(claim_aten(export(module, X)), tmp_path / "in.pt2")
+    assert run("consolidate", tmp_path / "in.pt2", "-o", tmp_path / "out.pt2", "--strict").exit_code == 0
+    with torch.no_grad():
+        found = torch.export.load(tmp_path / "out.pt2").module()
+        assert same(step(found, X)[:2], step(module, X)[:2])
+
+
+def _text(path):
+    path.write_text("not a program")
+
+
+def _archive(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/data", "not a program")
+
+
+def _truncated(path):
+    torch.export.save(export(nn.BatchNorm2d(3), X), path)
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def _corrupt(path):
+    """A .pt2 file whose archive is whole and whose graph is not JSON."""
+    torch.export.save(export(nn.BatchNorm2d(3), X), path)
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data[: len(data) // 2] if name.endswith("model.json") else data)
+
+
+BAD = {
+    "missing": (lambda path: None, "found nothing, expected a .pt2 file"),
+    "a folder": (lambda path: path.mkdir(), "found a folder, expected a .pt2 file"),
+    "not an archive": (_text, "found no archive, expected a .pt2 file"),
+    "another archive": (_archive, "found an archive that torch.export.load cannot read"),
+    "truncated": (_truncated, "found no archive, expected a .pt2 file"),
+    "corrupt": (_corrupt, "found an archive that torch.export.load cannot read"),
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "consolidate"])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_clear_line_and_exit_code_2(run, tmp_path, kind, command):
+    make, message = BAD[kind]
+    file, out = tmp_path / "bad.pt2", tmp_path / "out.pt2"
+    make(file)
+    out.write_text("kept")
+    result = run(command, file, *(("-o", out) if command == "consolidate" else ()))
+    assert (result.exit_code, out.read_text()) == (2, "kept")
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+OUTPUTS = {
+    "the input": (lambda model: model, "the output is the input"),
+    "the input by another name": (lambda model: model.parent / "x" / ".." / model.name, "the output is the input"),
+    "in a folder that is missing": (lambda model: model.parent / "missing" / "out.pt2", "its folder does not exist"),
+    "under a file": (lambda model: model / "out.pt2", "its folder does not exist or cannot be written"),
+    "a folder": (lambda model: model.parent, "found a folder"),
+}
+
+
+@pytest.mark.parametrize("place", OUTPUTS)
+def test_bad_output_is_one_clear_line_and_the_input_stays(run, model, place):
+    where, message = OUTPUTS[place]
+    (model.parent / "x").mkdir()
+    before = model.read_bytes()
+    result = run("consolidate", model, "-o", where(model))
+    assert (result.exit_code, model.read_bytes()) == (2, before)
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_failing_save_leaves_the_old_output(run, model, tmp_path, monkeypatch):
+    out = tmp_path / "out.pt2"
+    out.write_text("kept")
+
+    def full(program, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.export, "save", full)
+    result = run("consolidate", model, "-o", out)
+    assert (result.exit_code, out.read_text()) == (2, "kept")
+    assert "cannot be written (No space left on device)" in result.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt2", "out.pt2"]
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help"), ("consolidate", "--help")], ids=" ".join)
+def test_help_has_an_example(run, arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert arguments == ("--help",) or "Example: torch-batchnorm" in result.stdout
+
+
+def test_version(run):
+    assert run("--version").stdout.strip() == "torch-batchnorm 0.1.0"

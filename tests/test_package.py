@@ -1,0 +1,123 @@
+"""The package as others meet it: its names, its import arrows, its doctests, its wheel and its README."""
+
+import ast
+import doctest
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_batchnorm as tbn
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = [
+    "BatchNormError",
+    "Consolidate",
+    "Declined",
+    "Edit",
+    "FORMS",
+    "Form",
+    "InvalidOutput",
+    "InvalidProgram",
+    "Report",
+    "Result",
+    "consolidate",
+    "inspect",
+    "render",
+]
+# A module imports only from layers after its own.
+LAYERS = ["cli", "files", "report", "render", "passes", "decomps", "errors"]
+MODULES = [m.name for m in pkgutil.walk_packages(tbn.__path__, "torch_batchnorm.")]
+
+
+def test_public_names_are_these():
+    modules = {"cli", "decomps", "errors", "files", "passes", "report"}
+    assert sorted(n for n in vars(tbn) if not n.startswith("_") and n not in modules) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_one_way(name):
+    layer = LAYERS.index(name.split(".")[1])
+    tree = ast.parse(Path(importlib.import_module(name).__file__).read_text())
+    imported = [
+        n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("torch_batchnorm")
+    ]
+    assert all(i.startswith("torch_batchnorm.") for i in imported), "absolute, from the module that defines it"
+    for target in (LAYERS.index(i.split(".")[1]) for i in imported):
+        assert target > layer or LAYERS[layer] == LAYERS[target] in ("passes", "decomps")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch})
+    assert result.failed == 0
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    return folder
+
+
+def test_wheel_imports_outside_the_repository_and_claims_no_other_name(dist, tmp_path):
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path)
+    assert {n.split("/")[0] for n in names} == {"torch_batchnorm", f"torch_batchnorm-{tbn_version()}.dist-info"}
+    assert {"torch_batchnorm/py.typed", "torch_batchnorm/decomps/forms.py", "torch_batchnorm/passes/site.py"} <= set(
+        names
+    )
+    code = (
+        "import importlib.util as u, torch_batchnorm as t, torch_batchnorm.cli; print(t.__file__);"
+        "print([n for n in ('decomps', 'passes') if u.find_spec(n)])"
+    )
+    # -S would hide torch as well: the installed copy comes after the extracted one on the path
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines() == [str(tmp_path / "torch_batchnorm" / "__init__.py"), "[]"]
+
+
+def tbn_version():
+    return importlib.metadata.version("torch-batchnorm")
+
+
+def test_sdist_holds_the_sources_and_the_wheel_was_built_from_it(dist):
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {n.partition("/")[2] for n in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "src/torch_batchnorm/decomps/forms.py"} <= names
+
+
+def test_the_readme_snippets_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert snippets
+    scope = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), scope)
+
+
+def test_the_readme_and_the_makefile_name_the_same_commands():
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):.*##", makefile, re.M))
+    assert targets == {"help", "setup", "demo", "check", "test", "accept", "bench"}
+    assert set(re.findall(r"`make ([a-z]+)`", readme)) <= targets
+
+
+def test_the_version_is_said_once_and_the_changelog_has_it():
+    assert f"## [{tbn_version()}]" in (ROOT / "CHANGELOG.md").read_text()
