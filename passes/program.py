@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram, ModuleCallEntry
+from torch.export.exported_program import _create_graph_module_for_export
 from torch.export.graph_signature import (
     ExportGraphSignature,
     InputKind,
@@ -171,16 +172,23 @@ class Draft:
         self.signature = ExportGraphSignature(list(self.signature.input_specs), specs)
 
     def build(self) -> Program:
-        """The edited program, compiled, checked and, when it is an ExportedProgram, validated."""
+        """The edited program: linted, compiled and, when its signature changed, validated.
+
+        torch's constructor validates every program, which costs more than the whole pass (it is quadratic in buffers).
+        Where the signature is the original's and every name it refers to was kept, there is nothing for it to find.
+        """
         self._list_mutations()
-        if not self.inplace:
-            return self._built_copy()
+        built = self._built_inplace() if self.inplace else self._built_copy()
+        if self._unlisted and isinstance(built, ExportedProgram):
+            built.validate()  # type: ignore[no-untyped-call]
+        return built
+
+    def _built_inplace(self) -> Program:
         for _, module in _graph_modules(self.top):
             module.graph.lint()
             module.recompile()
         if isinstance(self.program, ExportedProgram):
             self.program._graph_signature = self.signature  # type: ignore[assignment]
-            self.program.validate()  # type: ignore[no-untyped-call]
         return self.program
 
     def _built_copy(self) -> Program:
@@ -190,22 +198,19 @@ class Draft:
         if not isinstance(self.program, ExportedProgram):
             copied: GraphModule = _copy_module(self.top, memo)
             return copied
-        holder = torch.nn.Module()
-        for name in {str(node.target).partition(".")[0] for node in self.graphs[0][1].find_nodes(op="get_attr")}:
+        holder, graph = torch.nn.Module(), self.graphs[0][1]
+        for name in {str(node.target).partition(".")[0] for node in graph.find_nodes(op="get_attr")}:
             value = getattr(self.top, name)
             setattr(holder, name, _copy_module(value, memo) if isinstance(value, torch.nn.Module) else value)
-        program = ExportedProgram(
-            root=holder,
-            graph=self.graphs[0][1],
-            graph_signature=self.signature,  # type: ignore[arg-type]
-            state_dict=copy.copy(self.program.state_dict),
-            range_constraints=copy.copy(self.program.range_constraints),
-            module_call_graph=list(map(_copy_entry, self.program.module_call_graph)),
-            example_inputs=self.program.example_inputs,
-            constants=copy.copy(self.program.constants),
-            verifiers=list(self.program.verifiers),
-        )
-        program.graph_module.meta.update(self.top.meta)
+        graph.lint()
+        program = copy.copy(self.program)
+        program._graph_module = _create_graph_module_for_export(holder, graph)  # type: ignore[no-untyped-call]
+        program._graph_module.meta.update(self.top.meta)
+        program._graph_signature = self.signature  # type: ignore[assignment]
+        program._state_dict = copy.copy(self.program.state_dict)
+        program._constants = copy.copy(self.program.constants)
+        program._range_constraints = copy.copy(self.program.range_constraints)
+        program._module_call_graph = list(map(_copy_entry, self.program.module_call_graph))
         return program
 
 

@@ -58,7 +58,11 @@ def _call(graph: Graph, overload: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _become(node: Node, target: Callable[..., Any], args: tuple[Any, ...], val: Any = None) -> None:
     """Turns a node into another call under its old name, so that its users and the signature need no change."""
-    node.target, node.args, node.kwargs = target, args, {}
+    if node.target is not target:  # each of the three is dear to set
+        node.target = target
+    node.args = args
+    if node.kwargs:
+        node.kwargs = {}
     if val is not None:
         node.meta = _carried(node, val)
 

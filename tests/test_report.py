@@ -87,13 +87,16 @@ def test_a_hand_built_graph_without_shapes_is_reported():
 
 
 def test_printed_report():
-    assert_expected_inline(str(tbn.inspect(export(Net(), X))), """\
+    assert_expected_inline(
+        str(tbn.inspect(export(Net(), X))),
+        """\
 2 batch norms: 2 x aten.batch_norm.default (train)
 
 | node         | module | form       | mode  | input           | eps   | momentum | affine          | stats            | from   | to     |
 |--------------|--------|------------|-------|-----------------|-------|----------|-----------------|------------------|--------|--------|
 | batch_norm   | first  | batch_norm | train | f32[2, 4, 4, 4] | 0.001 | 0.03     | weight and bias | running, counted | conv2d | relu   |
-| batch_norm_1 | second | batch_norm | train | f32[2, 4, 4, 4] | 1e-05 | 0.1      | none            | running, counted | relu   | output |""")
+| batch_norm_1 | second | batch_norm | train | f32[2, 4, 4, 4] | 1e-05 | 0.1      | none            | running, counted | relu   | output |""",
+    )
 
 
 def test_printed_report_of_a_program_without_batch_norm():
@@ -101,13 +104,16 @@ def test_printed_report_of_a_program_without_batch_norm():
 
 
 def test_printed_result():
-    assert_expected_inline(text_of(*result_tables(tbn.Consolidate()(export(Net(), X)))), """\
+    assert_expected_inline(
+        text_of(*result_tables(tbn.Consolidate()(export(Net(), X)))),
+        """\
 2 rewritten
 
 | site         | module | was                     | is                                   |
 |--------------|--------|-------------------------|--------------------------------------|
 | batch_norm   | first  | aten.batch_norm.default | aten._batch_norm_with_update.default |
-| batch_norm_1 | second | aten.batch_norm.default | aten._batch_norm_with_update.default |""")
+| batch_norm_1 | second | aten.batch_norm.default | aten._batch_norm_with_update.default |""",
+    )
 
 
 def test_something_else_is_refused():

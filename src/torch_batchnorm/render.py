@@ -93,7 +93,7 @@ def _argument(value: Any) -> str:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A rich table, in ASCII that pastes into an issue as Markdown; None shows as a dash."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.MARKDOWN)
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.MARKDOWN, min_width=len(title) + 2)
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:

@@ -1,0 +1,240 @@
+"""Measures every claim of the README in one run, by ratio: a table, and benchmarks/results.json.
+
+Usage: python benchmarks/run.py [--quick] [NAME ...]. Exit code 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import operator
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, replace_pattern
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import torch_batchnorm as tbn
+from torch_batchnorm.render import table
+
+aten = torch.ops.aten
+LEGIT = aten._native_batch_norm_legit_functional.default
+FAMILY = aten._batch_norm_with_update_functional.default
+RESULTS = Path(__file__).parent / "results.json"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A claim: what was measured, the value, and the range it has to lie in."""
+
+    claim: str
+    value: float
+    low: float
+    high: float
+    detail: str
+
+    @property
+    def met(self) -> bool:
+        return self.low <= self.value <= self.high
+
+
+def chain(sites: int) -> GraphModule:
+    """`sites` train batch norms in ten times as many nodes, as run_decompositions() writes them."""
+    mode = FakeTensorMode()
+    with mode:
+        activation, channel = torch.empty(2, 4, 3, 3), torch.empty(4)
+    graph = Graph()
+
+    def add(kind: str, *args: Any, val: Any) -> Any:
+        node = graph.placeholder(args[0]) if kind == "placeholder" else graph.call_function(args[0], args[1:])
+        node.meta["val"] = val
+        return node
+
+    x = add("placeholder", "x", val=activation)
+    tensors = [add("placeholder", name, val=channel) for name in ("weight", "bias", "mean", "var")]
+    updated = []
+    for _ in range(sites):
+        saved = (activation, channel, channel, channel, channel)
+        call = add("call", LEGIT, x, *tensors, True, 0.1, 1e-5, val=saved)
+        x, mean, var = (add("call", operator.getitem, call, i, val=saved[i]) for i in (0, 3, 4))
+        for _ in range(6):
+            x = add("call", aten.relu.default, x, val=activation)
+        updated += [mean, var]
+    graph.output((*updated[-2:], x))
+    return GraphModule({}, graph)
+
+
+def seconds(run: Callable[[], object], setup: Callable[[], object] | None = None, repeat: int = 5) -> float:
+    """The least of `repeat` timings: what a run costs when nothing else is in its way."""
+    found = []
+    for _ in range(repeat):
+        if setup is not None:
+            setup()
+        gc.collect()
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+@contextlib.contextmanager
+def no_recompile() -> Iterator[None]:
+    """Graph modules keep their old code: for what is compared apart from the compilation that both sides pay."""
+    with patch.object(GraphModule, "recompile", lambda self: None):
+        yield
+
+
+def resnet50(training: bool) -> torch.export.ExportedProgram:
+    torch.manual_seed(0)
+    model = ResNetForImageClassification(ResNetConfig()).train(training)
+    return torch.export.export(model, (torch.randn(2, 3, 64, 64),))
+
+
+def linear(quick: bool) -> Iterator[Bar]:
+    """Cost grows with the batch norms."""
+    per_site = {}
+    for sites in (100, 1000, 2000 if quick else 10000):
+        held: list[GraphModule] = []
+        with no_recompile():
+            repeat = 3 if sites > 1000 else 7
+            taken = seconds(
+                lambda held=held: tbn.Consolidate(inplace=True)(held[-1]),
+                lambda held=held, n=sites: held.append(chain(n)),
+                repeat,
+            )
+        per_site[sites] = taken / sites * 1e6
+    least, most = min(per_site), max(per_site)
+    detail = ", ".join(f"{n:,} BN {us:.1f} us a BN" for n, us in per_site.items())
+    yield Bar(
+        "cost is linear: time per BN, longest chain over shortest", per_site[most] / per_site[least], 0, 2, detail
+    )
+
+
+def floor(quick: bool) -> Iterator[Bar]:
+    """Everything included, against copying the graph and compiling the copy without an edit."""
+    program = resnet50(True)
+    for name, ep in {"training IR": program, "ATEN": program.run_decompositions()}.items():
+
+        def bare(ep: Any = ep) -> object:
+            return GraphModule(ep.graph_module, copy.deepcopy(ep.graph))
+
+        least = seconds(bare, repeat=15)
+        taken = seconds(lambda ep=ep: tbn.consolidate(ep), repeat=15)
+        detail = f"consolidate {taken * 1e3:.1f} ms, floor {least * 1e3:.1f} ms"
+        yield Bar(f"consolidate(ResNet-50, {name}) over copy and recompile", taken / least, 0, 1.5, detail)
+
+
+def _pattern(x: Any, weight: Any, bias: Any, mean: Any, var: Any) -> Any:
+    out = LEGIT(x, weight, bias, mean, var, True, 0.1, 1e-5)
+    return out[0], out[3], out[4]
+
+
+def _replacement(x: Any, weight: Any, bias: Any, mean: Any, var: Any) -> Any:
+    out = FAMILY(x, weight, bias, mean, var, 0.1, 1e-5)
+    return out[0], out[4], out[5]
+
+
+def pattern(quick: bool) -> Iterator[Bar]:
+    """The same rewrite by torch.fx.replace_pattern."""
+    sites = 200 if quick else 1000
+    graphs = [chain(sites), chain(sites)]
+    with no_recompile():
+        theirs = seconds(lambda: replace_pattern(graphs[0], _pattern, _replacement), repeat=1)
+        ours = seconds(lambda: tbn.Consolidate(inplace=True)(graphs[1]), repeat=1)
+    counts = [len(g.graph.find_nodes(op="call_function", target=FAMILY)) for g in graphs]
+    assert counts == [sites, sites], counts
+    detail = f"replace_pattern {theirs:.2f} s, consolidate {ours * 1e3:.0f} ms, {sites:,} BN"
+    yield Bar("faster than replace_pattern, times", theirs / ours, 30, float("inf"), detail)
+
+
+def _to_family(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+    out = FAMILY(x, weight, bias, mean, var, momentum, eps)
+    return out[0], out[1], out[2], out[4], out[5]
+
+
+def decompositions(quick: bool) -> Iterator[Bar]:
+    """The same graph by run_decompositions with a table that maps the legacy op to the family."""
+    program = resnet50(True).run_decompositions()
+    found = [program.run_decompositions({LEGIT: _to_family}), tbn.consolidate(program)]
+    kinds = [[str(n.target) for n in p.graph.nodes if n.op == "call_function"] for p in found]
+    assert kinds[0] == kinds[1], "the two do not reach the same graph"
+    theirs = seconds(lambda: program.run_decompositions({LEGIT: _to_family}), repeat=2)
+    ours = seconds(lambda: tbn.consolidate(program), repeat=7)
+    detail = f"run_decompositions {theirs:.2f} s, consolidate {ours * 1e3:.1f} ms"
+    yield Bar("faster than run_decompositions(table) on ResNet-50, times", theirs / ours, 20, float("inf"), detail)
+
+
+def runtime(quick: bool) -> Iterator[Bar]:
+    """The consolidated program runs as fast as the legacy one: interleaved, ratio of the medians."""
+    x = torch.randn(2, 3, 64, 64)
+    for name, training in (("train, forward and backward", True), ("eval, forward", False)):
+        program = resnet50(training)
+        modules = [program.module(), tbn.consolidate(program).module()]
+
+        def run(module: Any, training: bool = training) -> None:
+            if training:
+                module(x).logits.square().mean().backward()
+            else:
+                with torch.no_grad():
+                    module(x)
+
+        times: list[list[float]] = [[], []]
+        for turn in range(23 if quick else 83):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                start = time.perf_counter()
+                run(modules[which])
+                if turn > 2:
+                    times[which].append(time.perf_counter() - start)
+        legacy, ours = map(statistics.median, times)
+        detail = f"medians of {len(times[0])}: consolidated {ours * 1e3:.1f} ms, legacy {legacy * 1e3:.1f} ms"
+        yield Bar(f"ResNet-50 runs at the legacy speed ({name})", ours / legacy, 0.97, 1.03, detail)
+
+
+MEASURES = (linear, floor, pattern, decompositions, runtime)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [measure.__name__ for measure in MEASURES]
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"what to measure, of {', '.join(names)}; all by default"
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer turns, to see that it works")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.names) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    warnings.simplefilter("ignore")
+    console, bars = Console(width=None if sys.stdout.isatty() else 200), []
+    for measure in MEASURES:
+        if not chosen.names or measure.__name__ in chosen.names:
+            with Console(stderr=True).status(f"{measure.__name__}: {measure.__doc__}"):
+                bars += measure(chosen.quick)
+    rows = [(b.claim, f"{b.value:.2f}", _range(b), "yes" if b.met else "NO", b.detail) for b in bars]
+    console.print(table("Bars", ("claim", "measured", "bar", "met", "detail"), rows))
+    written = {"torch": torch.__version__, "threads": torch.get_num_threads(), "quick": chosen.quick}
+    RESULTS.write_text(json.dumps({**written, "bars": [{**asdict(b), "met": b.met} for b in bars]}, indent=2))
+    console.print(f"written to {RESULTS}")
+    return 0 if all(bar.met for bar in bars) else 1
+
+
+def _range(bar: Bar) -> str:
+    if bar.high == float("inf"):
+        return f"at least {bar.low:g}"
+    return f"at most {bar.high:g}" if bar.low == 0 else f"{bar.low:g} to {bar.high:g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
