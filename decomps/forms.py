@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 aten = torch.ops.aten
 
@@ -120,13 +120,21 @@ class Form:
         written = [a.name for a in self.overload._schema.arguments if a.alias_info and a.alias_info.is_write]
         return self.statistics is Statistics.IN_PLACE and "running_mean" not in written
 
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by field, `out=` destinations by schema name, known to the overload or not."""
+        return {**dict(zip(self.arguments, args, strict=False)), **{self.names.get(k, k): v for k, v in kwargs.items()}}
+
+    def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of the op, no overload named, is a call of this one."""
+        asked = {*self.arguments, *self.destinations.values()}
+        return len(args) <= len(self.arguments) and self.given(args, kwargs).keys() == asked
+
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchNorm:
         """The record that a call of this overload spells, arguments given by position or by keyword.
 
         Raises: KeyError naming the schema argument that the call leaves out.
         """
-        given = dict(zip(self.arguments, args, strict=False))
-        given.update((self.names.get(k, k), v) for k, v in kwargs.items())
+        given = self.given(args, kwargs)
         absent = [a for a in (*self.arguments, *self.destinations.values()) if a not in given]
         if absent:
             raise KeyError(absent[0])
@@ -188,18 +196,28 @@ EXCLUDED: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _by_overload(forms: tuple[Form, ...]) -> Mapping[OpOverload, Form]:
-    """Look-up by overload; a duplicate row is a mistake in the table, said at import."""
-    found: dict[OpOverload, Form] = {}
+def _by_target(forms: tuple[Form, ...]) -> Mapping[OpOverload | OpOverloadPacket, tuple[Form, ...]]:
+    """The rows that a call can be of, by what it calls: one for an overload, all of an op's for its packet, which
+    graphs built by hand call. A duplicate row is a mistake in the table, said at import.
+    """
+    found: dict[OpOverload | OpOverloadPacket, tuple[Form, ...]] = {}
     for number, form in enumerate(forms):
         if form.overload in found:
-            first = forms.index(found[form.overload])
+            first = forms.index(found[form.overload][0])
             raise ValueError(f"FORMS rows {first} and {number} both describe {form.name}: keep one")
-        found[form.overload] = form
+        found[form.overload] = (form,)
+        packet = form.overload.overloadpacket
+        found[packet] = (*found.get(packet, ()), form)
     return MappingProxyType(found)
 
 
-BY_OVERLOAD = _by_overload(FORMS)
+BY_TARGET = _by_target(FORMS)
+
+
+def form_of(target: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
+    """The row of a call of a target in BY_TARGET."""
+    rows = BY_TARGET[target]
+    return rows[0] if len(rows) == 1 else next((form for form in rows if form.takes(args, kwargs)), rows[0])
 
 
 def family_form(training: bool, statistics: Statistics, out: bool) -> Form:

@@ -44,7 +44,7 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
                 _REBUILT[role](holder, spelled)
             else:
                 node.graph.erase_node(holder)
-    if node.target is site.form.overload:
+    if node.target is not operator.getitem:
         node.graph.erase_node(node)
     hidden = site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None
     if hidden and target.statistics is Statistics.OUTPUTS:

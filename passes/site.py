@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_batchnorm.decomps.forms import BY_OVERLOAD, BatchNorm, Form
+from torch_batchnorm.decomps.forms import BY_TARGET, BatchNorm, Form, form_of
 
 # Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated.
 ORIGIN = "torch_batchnorm"
@@ -56,14 +56,14 @@ def find_sites(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
     Costs a side-table look-up for each form and a sort of what is found, whatever the size of the graph.
     """
     for path, graph in graphs:
-        found = [node for overload in BY_OVERLOAD for node in graph.find_nodes(op="call_function", target=overload)]
+        found = [node for target in BY_TARGET for node in graph.find_nodes(op="call_function", target=target)]
         for node in sorted(found):
             yield read_site(node, path)
 
 
 def read_site(node: Node, path: str = "") -> Site:
     """The site of a call of one of the overloads in FORMS."""
-    form = BY_OVERLOAD[node.target]  # type: ignore[index]
+    form = form_of(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     try:
         norm = _as_it_was(node, form.read(node.args, node.kwargs))
     except KeyError as absent:

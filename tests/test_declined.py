@@ -9,14 +9,14 @@ from torch.fx import Graph, GraphModule
 
 from programs import Op, aten, call_graph, claim_aten, consolidated, export, fingerprint, native, writes_to_a_view
 from torch_batchnorm import Consolidate, inspect
-from torch_batchnorm.decomps.forms import BY_OVERLOAD
+from torch_batchnorm.decomps.forms import BY_TARGET
 
-IMPL_INDEX = BY_OVERLOAD[aten._batch_norm_impl_index.default]
-COMPOSITE = BY_OVERLOAD[aten.batch_norm.default]
-CUDNN = BY_OVERLOAD[aten.cudnn_batch_norm.default]
-NO_STATS = BY_OVERLOAD[aten._native_batch_norm_legit.no_stats]
-NATIVE = BY_OVERLOAD[aten.native_batch_norm.default]
-NATIVE_OUT = BY_OVERLOAD[aten.native_batch_norm.out]
+IMPL_INDEX = BY_TARGET[aten._batch_norm_impl_index.default][0]
+COMPOSITE = BY_TARGET[aten.batch_norm.default][0]
+CUDNN = BY_TARGET[aten.cudnn_batch_norm.default][0]
+NO_STATS = BY_TARGET[aten._native_batch_norm_legit.no_stats][0]
+NATIVE = BY_TARGET[aten.native_batch_norm.default][0]
+NATIVE_OUT = BY_TARGET[aten.native_batch_norm.out][0]
 
 
 def _with(field):

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from torch_batchnorm import FORMS
+from programs import LEGACY, call_graph, consolidated, modes
+from torch_batchnorm import FORMS, render
 from torch_batchnorm.decomps.forms import (
-    BY_OVERLOAD,
+    BY_TARGET,
     EXCLUDED,
     BatchNorm,
     Mode,
     Statistics,
-    _by_overload,
+    _by_target,
     family_form,
+    form_of,
 )
 
 HELPERS = ("_elemt", "_reduce", "_gather_stats", "_gather_stats_with_counts", "_update_stats", "_stats")
@@ -36,7 +38,7 @@ def test_every_exclusion_exists_and_says_why():
 
 def test_a_duplicate_row_is_an_error_that_names_both():
     with pytest.raises(ValueError, match=r"FORMS rows 0 and 1 both describe aten\._batch_norm_with_update\.default"):
-        _by_overload((FORMS[0], FORMS[0]))
+        _by_target((FORMS[0], FORMS[0]))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
@@ -48,7 +50,7 @@ def test_row_agrees_with_the_schema(form):
     assert ("training" in form.arguments) is (form.mode is Mode.FLAG)
     takes = "running_mean" in form.arguments
     assert takes or form.statistics is Statistics.NONE
-    assert BY_OVERLOAD[form.overload] is form
+    assert BY_TARGET[form.overload] == (form,)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
@@ -90,3 +92,24 @@ def test_the_family_has_an_overload_for_every_mode():
     ]
     with pytest.raises(LookupError, match="no overload"):
         family_form(True, Statistics.OUTPUTS, True)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+def test_a_call_of_the_op_without_an_overload_is_read_by_the_row_it_is_a_call_of(form):
+    args = tuple(range(len(form.arguments)))
+    kwargs = dict.fromkeys(form.destinations.values())
+    assert form_of(form.overload.overloadpacket, args, kwargs) is form
+
+
+@pytest.mark.parametrize("form", LEGACY, ids=lambda f: f.name)
+def test_a_call_by_keyword_or_of_the_packet_is_rewritten_as_one_by_position(form):
+    def rewritten(packet=False, **options):
+        shape, unread = (2, 3) if form.destinations else None, set(form.roles) - {"out"}
+        graph = call_graph(form, modes(form)[0], shape=shape, unread=unread, **options)
+        (node,) = graph.graph.find_nodes(op="call_function", target=form.overload)
+        node.target = form.overload.overloadpacket if packet else form.overload
+        return consolidated(graph)
+
+    expected, *others = rewritten(), rewritten(keywords=True), rewritten(packet=True)
+    assert len(expected.edits) == 1
+    assert [render(other.program) for other in others] == [render(expected.program)] * 2

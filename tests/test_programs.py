@@ -6,6 +6,7 @@ import operator
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra.pass_manager import PassManager
@@ -14,6 +15,7 @@ import torch_batchnorm as tbn
 from programs import (
     Op,
     aten,
+    call_graph,
     claim_aten,
     consolidated,
     export,
@@ -24,6 +26,7 @@ from programs import (
     state_of,
     step,
 )
+from torch_batchnorm.decomps.forms import BY_TARGET
 
 
 class BiasOnly(nn.BatchNorm2d):
@@ -276,6 +279,35 @@ def test_metadata_names_and_outputs_are_kept():
         "_batch_norm_with_update_1",
         "_batch_norm_with_update_2",
     ]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
+@pytest.mark.parametrize("name", MODULES)
+def test_the_val_of_every_node_is_what_it_computes(name, training):
+    class Checked(torch.fx.Interpreter):
+        def run_node(self, node):
+            result = super().run_node(node)
+            for val, value in zip(*map(torch.utils._pytree.tree_leaves, (node.meta.get("val"), result)), strict=True):
+                if node.op == "call_function" and isinstance(value, torch.Tensor):
+                    assert (val.shape, val.dtype, val.device) == (value.shape, value.dtype, value.device), node
+            return result
+
+    module, x = _built(name, training)
+    program = consolidated(export(module, x)).program
+    with torch.no_grad():
+        Checked(program.graph_module).run(*program._graph_module_flat_inputs((x,), {}))
+
+
+def test_a_program_for_cuda_is_consolidated_where_there_is_none():
+    with FakeTensorMode():
+        x, c = torch.empty(2, 3, 4, 4, device="cuda", dtype=torch.bfloat16), torch.empty(3, device="cuda")
+    for training in (True, False):
+        graph = call_graph(BY_TARGET[aten.batch_norm.default][0], training, absent=("weight",))
+        for node in graph.graph.nodes:
+            node.meta["val"] = x if node.target == "input" or node.op == "call_function" else c
+        (call,) = (n for n in consolidated(graph).program.graph.nodes if "batch_norm" in str(n.target))
+        assert [(v.device.type, tuple(v.shape)) for v in call.meta["val"][1:3]] == [("cuda", (3,))] * 2
+        assert call.args[1].meta["val"].dtype == torch.float32  # which cuDNN asks for beside a half input
 
 
 def test_what_was_filled_in_is_remembered_through_saving_and_retracing():
