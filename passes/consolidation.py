@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export.graph_signature import InputSpec
+from torch.export import ExportedProgram
 from torch.fx import Node
 
-from torch_batchnorm.decomps.forms import (
-    BatchNorm,
-    Dialect,
-    Form,
-    Statistics,
-    family_form,
-)
-from torch_batchnorm.passes.program import (
-    MUTATIONS,
-    Declined,
-    Draft,
-    Edit,
-    Program,
-    Result,
-    graphs_of,
-    input_specs,
-    is_functional,
-)
+from torch_batchnorm.decomps.forms import BatchNorm, Dialect, Form, Statistics, family_form
+from torch_batchnorm.passes.mutation import Inputs
+from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of, is_functional
 from torch_batchnorm.passes.rewriting import write_site
 from torch_batchnorm.passes.site import Site, find_sites
 
@@ -41,7 +25,10 @@ class Consolidate:
     inplace: edit the given program instead of a copy that shares its weights.
 
     Outputs, statistics, gradients, signature and metadata stay as they are; a site for which that cannot be promised
-    is declined with a reason. Source: pytorch#116092.
+    is declined with a reason. What the family itself refuses, the rewritten program refuses too: an empty batch in
+    training (a dynamic batch may be one), `torch.func.vmap` over an op that writes in place. The saved statistics of
+    an eval site, where something reads them, get the shape [C] that they have everywhere but on CPU (pytorch#100985).
+    Source: pytorch#116092.
     """
 
     inplace: bool = False
@@ -51,7 +38,7 @@ class Consolidate:
 
         Raises: InvalidProgram for anything else.
         """
-        inputs = input_specs(program) if is_functional(program) else None
+        inputs = Inputs(program) if isinstance(program, ExportedProgram) and is_functional(program) else None
         plans = [_plan(site, inputs) for site in find_sites(graphs_of(program))]
         if not any(isinstance(plan, Edit) for plan in plans):
             return Result(program, declined=_declined(plans))
@@ -82,10 +69,10 @@ def consolidate(program: Any, *, inplace: bool = False) -> Any:
 # Plan: what becomes of each site.
 
 
-def _plan(site: Site, inputs: Mapping[str, InputSpec] | None) -> Edit | Declined | None:
+def _plan(site: Site, inputs: Inputs | None) -> Edit | Declined | None:
     """An Edit, a Declined, or None for a site that is the family's already.
 
-    inputs: the signature's inputs by name when the program is functional, else None.
+    inputs: what the program takes when it is functional, else None.
     """
     if site.form.dialect is Dialect.FAMILY:
         return None
@@ -109,7 +96,7 @@ def _target(form: Form, norm: BatchNorm, functional: bool) -> Form:
     return family_form(True, Statistics.IN_PLACE if writes or out else Statistics.OUTPUTS, out)
 
 
-def _obstacle(site: Site, inputs: Mapping[str, InputSpec] | None) -> str:
+def _obstacle(site: Site, inputs: Inputs | None) -> str:
     """Why a site that can be read cannot be rewritten exactly, empty when it can."""
     norm, form = site.norm, site.form
     if norm is None:
@@ -119,6 +106,8 @@ def _obstacle(site: Site, inputs: Mapping[str, InputSpec] | None) -> str:
     for reader in (user for holder in site.outputs.get("reserve", ()) for user in holder.users):
         if reader.target is not aten.batch_norm_backward.default:
             return f"its reserve is read by {reader.name} ({reader.target}), which expects {form.name}'s own layout"
+    if norm.training and 0 in (_shape(norm.input) or ()):
+        return "its batch is empty, which the family refuses in training"
     if form.destinations and inputs is not None:
         return f"{form.name} writes to its out arguments, which a functional program does not allow"
     if form.destinations and not norm.training:
@@ -128,29 +117,10 @@ def _obstacle(site: Site, inputs: Mapping[str, InputSpec] | None) -> str:
             return "its out argument may be resized, and into which layout differs by form: allocate it in full"
     writes = norm.training and norm.running_mean is not None and form.statistics is Statistics.IN_PLACE
     if inputs is not None and writes:
-        return _unlistable(site, inputs, norm.running_mean) or _unlistable(site, inputs, norm.running_var)
+        return inputs.unlistable(site, norm.running_mean) or inputs.unlistable(site, norm.running_var)
     return ""
 
 
 def _shape(node: Node) -> torch.Size | None:
     val = node.meta.get("val")
     return val.shape if isinstance(val, torch.Tensor) else None
-
-
-def _unlistable(site: Site, inputs: Mapping[str, InputSpec], statistic: Node) -> str:
-    """Why a hidden write to this statistic cannot become an output of a functional program."""
-    if site.path:
-        return f"it writes to {statistic.name} inside nested graph {site.path}, which cannot hand the new value out"
-    spec = inputs.get(statistic.name) if statistic.op == "placeholder" else None
-    if spec is not None and spec.kind not in MUTATIONS:
-        return f"it writes to {statistic.name}, a {spec.kind.name}, whose mutation a signature cannot list"
-    views = [n for n in (statistic, *statistic.users) if n is not site.node and _is_view(n)]
-    if views:
-        return f"it writes to {statistic.name}, whose memory {views[0].name} ({views[0].target}) shares"
-    return ""
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node's result shares memory with one of its inputs."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -192,16 +193,15 @@ class Draft:
         return self.program
 
     def _built_copy(self) -> Program:
-        modules = list(self.top.modules())
-        memo: dict[int, Any] = {id(value): value for module in modules for value in _state_of(module)}
-        memo.update(self._graphs)
+        made: dict[int, torch.nn.Module] = {}
         if not isinstance(self.program, ExportedProgram):
-            copied: GraphModule = _copy_module(self.top, memo)
-            return copied
+            copied: Any = _copy_module(self.top, self._graphs, made)
+            return copied  # type: ignore[no-any-return]
         holder, graph = torch.nn.Module(), self.graphs[0][1]
         for name in {str(node.target).partition(".")[0] for node in graph.find_nodes(op="get_attr")}:
             value = getattr(self.top, name)
-            setattr(holder, name, _copy_module(value, memo) if isinstance(value, torch.nn.Module) else value)
+            nested = isinstance(value, torch.nn.Module)
+            setattr(holder, name, _copy_module(value, self._graphs, made) if nested else value)
         graph.lint()
         program = copy.copy(self.program)
         program._graph_module = _create_graph_module_for_export(holder, graph)  # type: ignore[no-untyped-call]
@@ -229,28 +229,32 @@ def _copy_entry(entry: ModuleCallEntry) -> ModuleCallEntry:
     return dataclasses.replace(entry, signature=dataclasses.replace(entry.signature, inputs=inputs, outputs=outputs))
 
 
-def _state_of(module: torch.nn.Module) -> Iterator[Any]:
-    """What copies of a module share: the parameters, buffers and constants that it holds itself."""
-    shared = torch.Tensor | torch.ScriptObject | pytree.TreeSpec
-    plain = (v for v in module.__dict__.values() if isinstance(v, shared))
-    return (v for v in (*module._parameters.values(), *module._buffers.values(), *plain) if v is not None)
+def _copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn.Module]) -> Any:
+    """A module with the new graphs in place of the old: what holds no graph is shared, what holds one is rebuilt.
 
+    torch's own deep copy of a GraphModule loses hooks, attributes, tied names and which buffers are persistent, and
+    fails on what cannot be copied. Here only the containers of a module's state are new.
 
-def _copy_module(module: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy that takes graphs and tensors from `memo` and loses no attribute.
-
-    A GraphModule's own deep copy forgets what was set on the instance: the `train` and `eval` of an unlifted program,
-    which refuse to run, would be back to the inherited ones, which silently do nothing.
+    graphs: the new graph by the id of the old. made: the copies so far, by the id of the original.
     """
-    copied = copy.deepcopy(module, memo)
-    for old in module.modules():
-        new = memo[id(old)]
-        for name, value in old.__dict__.items():
-            if name not in new.__dict__:
-                new.__dict__[name] = copy.deepcopy(value, memo)
-    for _, nested in _graph_modules(copied):
-        nested.graph.lint()
-    return copied
+    if not any(isinstance(nested, GraphModule) for nested in module.modules()):
+        return module
+    if id(module) in made:
+        return made[id(module)]
+    kind: Any = type(module)
+    new = kind.__new__(kind)  # a class of its own for each graph module, which holds its forward
+    made[id(module)] = new
+    new.__class__.__name__ = kind.__name__
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = MethodType(value.__func__, new)
+        new.__dict__[name] = copy.copy(value) if isinstance(value, dict | set | list) else value
+    for name, child in module._modules.items():
+        new._modules[name] = None if child is None else _copy_module(child, graphs, made)
+    if isinstance(new, GraphModule):
+        new.graph = graphs[id(module.graph)]  # which compiles it
+        new.graph.lint()
+    return new
 
 
 def copy_graph(graph: Graph) -> Graph:
@@ -296,8 +300,8 @@ def state_names(program: Program) -> dict[Node, str]:
 def _bindings(module: GraphModule, node: Node) -> Iterator[tuple[Node, Node]]:
     """What a call of nested graphs binds to their placeholders: as far as we know every one takes its operands last."""
     operands: list[Node] = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
-    for operand in operands:
-        nested = _attribute(module, str(operand.target)) if operand.op == "get_attr" else None
+    called = [n for n in (node, *operands) if n.op == ("call_module" if n is node else "get_attr")]
+    for nested in (_attribute(module, str(n.target)) for n in called):
         if not isinstance(nested, GraphModule):
             continue
         placeholders = nested.graph.find_nodes(op="placeholder")

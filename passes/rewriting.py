@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from torch_batchnorm.decomps.forms import UPDATED, BatchNorm, Form, Mode, Statistics
 from torch_batchnorm.passes.program import Draft
-from torch_batchnorm.passes.site import ORIGIN, Site
+from torch_batchnorm.passes.site import NEUTRAL, ORIGIN, Site
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def _fill(norm: BatchNorm, node: Node, name: str) -> Node:
     if type(channels) is not int:
         size = _call(graph, aten.sym_size.int, (norm.input, 1))
         size.meta = _carried(node, channels)
-    make = aten.new_ones.default if name in ("weight", "running_var") else aten.new_zeros.default
+    make = (aten.new_zeros.default, aten.new_ones.default)[NEUTRAL[name]]
     filled = _call(graph, make, (like, [size]))
     filled.meta = _carried(node, None if channels is None else _empty_like(like, (channels,)))
     return filled

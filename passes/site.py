@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_batchnorm.decomps.forms import BY_TARGET, BatchNorm, Form, form_of
+from torch_batchnorm.decomps.forms import BY_TARGET, BatchNorm, Dialect, Form, form_of
 
 # Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated.
 ORIGIN = "torch_batchnorm"
+
+# What stands in for a missing tensor without changing a number.
+NEUTRAL = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,21 +68,34 @@ def read_site(node: Node, path: str = "") -> Site:
     """The site of a call of one of the overloads in FORMS."""
     form = form_of(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     try:
-        norm = _as_it_was(node, form.read(node.args, node.kwargs))
+        norm = _as_it_was(node, form, form.read(node.args, node.kwargs))
     except KeyError as absent:
         return Site(node, path, form, None, problem=f"argument {absent.args[0]} is missing from the call")
     outputs, problem = _outputs(node, form)
     return Site(node, path, form, norm, outputs, problem or _unreadable(norm))
 
 
-def _as_it_was(node: Node, norm: BatchNorm) -> BatchNorm:
-    """The record without the weight, bias or statistics that were only filled in because the family needs them."""
-    origin = (node.meta.get("custom") or {}).get(ORIGIN)
-    if origin is None:
-        return norm
-    computed = [f for f in origin["filled"] if getattr(getattr(norm, f), "op", None) == "call_function"]
-    absent: dict[str, Any] = dict.fromkeys(computed)
+def _as_it_was(node: Node, form: Form, norm: BatchNorm) -> BatchNorm:
+    """The record without the weight, bias or statistics that were only filled in because the family needs them.
+
+    The note of what was filled in travels with metadata, and metadata is copied freely: it counts only on a call of the
+    family, and only for an operand that is the constant that was filled in.
+    """
+    origin = (node.meta.get("custom") or {}).get(ORIGIN) if form.dialect is Dialect.FAMILY else None
+    filled = [f for f in (origin or {}).get("filled", ()) if is_fill(getattr(norm, f), NEUTRAL[f])]
+    absent: dict[str, Any] = dict.fromkeys(filled)
     return replace(norm, **absent)
+
+
+def is_fill(node: Any, value: int) -> bool:
+    """Whether a node makes a tensor of this value alone, as written here or as decompositions rewrite it."""
+    op = getattr(getattr(node, "target", None), "_schema", None)
+    if op is None:
+        return False
+    name = op.name.removeprefix("aten::")
+    if name in ("full", "new_full"):
+        return bool(node.args[-1] == value)
+    return name in (("new_zeros", "zeros"), ("new_ones", "ones"))[value]
 
 
 def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
@@ -98,8 +114,11 @@ def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
 def _unreadable(norm: BatchNorm) -> str:
     """Why the record does not say what is computed, empty when it does."""
     val = norm.input.meta.get("val") if isinstance(norm.input, Node) else None
-    if isinstance(val, torch.Tensor) and val.ndim < 2:
-        return f"its input is of rank {val.ndim}, expected [N, C, *]"
+    if isinstance(val, torch.Tensor):
+        if val.ndim < 2:
+            return f"its input is of rank {val.ndim}, expected [N, C, *]"
+        if wrong := _wrong_length(norm, val.shape[1]):
+            return wrong
     if type(norm.training) is not bool:
         return f"training is {_found(norm.training)}, not a literal True or False: the mode is not known"
     if type(norm.eps) not in (float, int):
@@ -109,6 +128,16 @@ def _unreadable(norm: BatchNorm) -> str:
         return f"{absent} is None and {given} is {_found(getattr(norm, given))}: pass both or neither"
     if norm.running_mean is None and not norm.training:
         return "it normalises with running statistics and has none: eval without running_mean, running_var is undefined"
+    return ""
+
+
+def _wrong_length(norm: BatchNorm, channels: Any) -> str:
+    """The first of weight, bias and statistics that is known not to be [C]: some kernels of the family read on."""
+    for name in NEUTRAL:
+        val = getattr(getattr(norm, name), "meta", {}).get("val")
+        if not isinstance(val, torch.Tensor) or type(channels) is not int or val.numel() == channels:
+            continue
+        return f"{name} has {val.numel()} elements, expected {channels}, one for each channel of the input"
     return ""
 
 

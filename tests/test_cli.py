@@ -1,6 +1,7 @@
 """The command line: what it prints, what it exits with, and that it never loses a file."""
 
 import json
+import os
 import zipfile
 
 import pytest
@@ -66,6 +67,30 @@ def test_strict_exits_1_and_saves_nothing(run, declined, tmp_path):
     assert "1 declined" in result.stdout
 
 
+def test_extra_files_are_kept(run, tmp_path):
+    extra = {"labels.txt": "cat,dog"}
+    torch.export.save(export(nn.BatchNorm2d(3), X), tmp_path / "in.pt2", extra_files=extra)
+    assert run("consolidate", tmp_path / "in.pt2", "-o", tmp_path / "out.pt2").exit_code == 0
+    found = {"labels.txt": ""}
+    torch.export.load(tmp_path / "out.pt2", extra_files=found)
+    assert found == extra
+
+
+def test_a_link_stays_and_what_it_points_to_is_replaced(run, model, tmp_path):
+    target, link = tmp_path / "target.pt2", tmp_path / "link.pt2"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert run("consolidate", model, "-o", link).exit_code == 0
+    assert (link.is_symlink(), legacy_left(torch.export.load(target))) == (True, [])
+
+
+@pytest.mark.parametrize("name", ["[a] b.pt2", "x" * 248 + ".pt2", "no suffix"])
+def test_odd_file_names(run, model, tmp_path, name):
+    result = run("consolidate", model, "-o", tmp_path / name)
+    assert result.exit_code == 0, result.stderr
+    assert legacy_left(torch.export.load(tmp_path / name)) == []
+
+
 def test_without_strict_a_declined_site_is_reported_and_the_program_saved(run, declined, tmp_path):
     result = run("consolidate", declined, "-o", tmp_path / "out.pt2")
     assert (result.exit_code, "0 rewritten, 1 declined" in result.stdout) == (0, True)
@@ -106,12 +131,19 @@ def _corrupt(path):
             archive.writestr(name, data[: len(data) // 2] if name.endswith("model.json") else data)
 
 
+def _several(path):
+    program = export(nn.BatchNorm2d(3), X)
+    torch.export.pt2_archive._package.package_pt2(path, exported_programs={"encoder": program, "decoder": program})
+
+
 BAD = {
     "missing": (lambda path: None, "found nothing, expected a .pt2 file"),
     "a folder": (lambda path: path.mkdir(), "found a folder, expected a .pt2 file"),
     "not an archive": (_text, "found no archive, expected a .pt2 file"),
     "another archive": (_archive, "found an archive that torch.export.load cannot read"),
     "truncated": (_truncated, "found no archive, expected a .pt2 file"),
+    "several programs": (_several, "found programs named encoder, decoder, expected one named model"),
+    "a pipe": (os.mkfifo, "found something that is no file, expected a .pt2 file"),
     "corrupt": (_corrupt, "found an archive that torch.export.load cannot read"),
 }
 
@@ -136,7 +168,13 @@ OUTPUTS = {
     "in a folder that is missing": (lambda model: model.parent / "missing" / "out.pt2", "its folder does not exist"),
     "under a file": (lambda model: model / "out.pt2", "its folder does not exist or cannot be written"),
     "a folder": (lambda model: model.parent, "found a folder"),
+    "a pipe": (lambda model: _pipe(model.parent / "pipe"), "found a device or a pipe"),
 }
+
+
+def _pipe(path):
+    os.mkfifo(path)
+    return path
 
 
 @pytest.mark.parametrize("place", OUTPUTS)
@@ -154,7 +192,7 @@ def test_a_failing_save_leaves_the_old_output(run, model, tmp_path, monkeypatch)
     out = tmp_path / "out.pt2"
     out.write_text("kept")
 
-    def full(program, path):
+    def full(program, path, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch.export, "save", full)

@@ -83,6 +83,38 @@ def _on_constants():
     return claim_aten(export(Constant(), torch.randn(4, 3)))
 
 
+def _hidden(call):
+    """A functional program that calls `native_batch_norm` on what `call(module, x)` makes of its buffers."""
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+            mean, var = torch.zeros(3), torch.ones(3)
+            for name, made in {"mean": mean, "var": var, "pair": torch.stack([mean, var]), "piece": mean[:2]}.items():
+                self.register_buffer(name, made)
+
+        def forward(self, x):
+            return call(self, x)
+
+    return claim_aten(export(Hidden(), torch.randn(4, 3)))
+
+
+def _empty_batch():
+    graph = call_graph(COMPOSITE, True)
+    graph.graph.find_nodes(op="placeholder")[0].meta["val"] = torch.empty(0, 3, 4, 4)
+    return graph
+
+
+def _short_variance():
+    graph = call_graph(COMPOSITE, False)
+    values = {"input": torch.empty(2, 3), "running_var": torch.empty(2)}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if node.target in values:
+            node.meta["val"] = values[node.target]
+    return graph
+
+
 def _out_in_a_functional_program():
     def into(x, w, b, m, v):
         new = {"out": torch.empty_like(x), "save_mean": torch.empty_like(m), "save_invstd": torch.empty_like(v)}
@@ -124,8 +156,30 @@ DECLINED = {
     ),
     "hidden write to a view": (
         writes_to_a_view,
-        r"it writes to slice_\d, whose memory slice_\d .aten.slice.Tensor. shares",
+        r"it writes to slice_\d, whose memory slice_\d .aten.slice.Tensor. may share",
     ),
+    "hidden write to unbound buffers": (
+        lambda: _hidden(lambda m, x: native(x, None, None, *m.pair.unbind(0))),
+        r"it writes to getitem, whose memory getitem \(.*\) may share",
+    ),
+    "hidden write to what an op may return as it is": (
+        lambda: _hidden(lambda m, x: native(x, None, None, m.mean.type_as(x), m.var)),
+        r"it writes to type_as, whose memory type_as \(aten.type_as.default\) may share",
+    ),
+    "hidden write to what is also the bias": (
+        lambda: _hidden(lambda m, x: native(x, m.weight, m.mean, m.mean, m.var)),
+        "it writes to b_mean, which is another of its arguments too",
+    ),
+    "hidden write to one tensor as both statistics": (
+        lambda: _hidden(lambda m, x: native(x, m.weight, m.bias, m.var, m.var)),
+        "it writes to b_var, which is another of its arguments too",
+    ),
+    "hidden write to memory that another input shares": (
+        lambda: _hidden(lambda m, x: (native(x, m.weight, m.bias, m.mean, m.var), m.piece + 1)),
+        "it writes to b_mean, whose memory b_piece shares",
+    ),
+    "empty batch in training": (_empty_batch, "its batch is empty, which the family refuses in training"),
+    "running_var too short": (_short_variance, "running_var has 2 elements, expected 3, one for each channel"),
     "hidden write in a nested graph": (_nested, "inside nested graph submod_1, which cannot hand the new value out"),
     "hidden write to a constant": (_on_constants, "it writes to c_mean, a CONSTANT_TENSOR, whose mutation"),
     "out= in a functional program": (_out_in_a_functional_program, "which a functional program does not allow"),

@@ -245,6 +245,53 @@ def test_unlifted_module_keeps_state_and_refusals():
         found.eval()
 
 
+class Lock:
+    """Something that cannot be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot copy a lock")
+
+
+def _with_everything():
+    """A graph module with all the state that a module can have beside its graph."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    root = nn.Module()
+    root.weight, root.leaf, root.plain = nn.Parameter(torch.rand(3)), nn.Linear(3, 3), torch.rand(3)
+    root.register_buffer("mean", torch.zeros(3))
+    root.register_buffer("var", torch.ones(3), persistent=False)
+    y = graph.call_module("leaf", (x,))
+    weight, bias, mean, var = (graph.create_node("get_attr", name) for name in ("weight", "plain", "mean", "var"))
+    graph.output(graph.call_function(aten.batch_norm.default, (y, weight, bias, mean, var, True, 0.1, 1e-5, False)))
+    module = torch.fx.GraphModule(root, graph, class_name="Named")
+    module.register_buffer("var", module.var, persistent=False)
+    module.tied, module.lock, module.cache = module.weight, Lock(), [module.weight * 2]
+    module.register_parameter("nothing", None)
+    module.unused = nn.Linear(2, 2)
+    module.meta["lock"] = module.lock
+    module.seen = []
+    module.register_forward_hook(lambda m, args, result: m.seen.append(type(m).__name__))
+    return module.eval()
+
+
+def test_a_copy_of_a_graph_module_has_everything_that_the_original_has():
+    module = _with_everything()
+    found = consolidated(module).program
+    assert list(found.state_dict()) == list(module.state_dict())
+    assert [n for n, _ in found.named_parameters(remove_duplicate=False)] == [
+        n for n, _ in module.named_parameters(remove_duplicate=False)
+    ]
+    assert all(found.state_dict(keep_vars=True)[k] is v for k, v in module.state_dict(keep_vars=True).items())
+    assert (found.lock, found.leaf, found.nothing, found.training) == (module.lock, module.leaf, None, False)
+    assert (found.plain is module.plain, found.cache[0] is module.cache[0], found.meta == module.meta) == (True,) * 3
+    assert same(step(found, X[:, :, 0, 0]), step(module, X[:, :, 0, 0]))
+    assert (found.seen, module.seen) == (["Named"], ["Named"])  # the hook ran, each on its own module
+    found.register_buffer("new", torch.zeros(1))
+    found.meta["new"] = 1
+    assert ("new" in module.state_dict(), "new" in module.meta) == (False, False)
+    assert "batch_norm.default" in module.code
+
+
 def test_aotautograd_graphs():
     from functorch.compile import aot_module
 
@@ -318,6 +365,23 @@ def test_what_was_filled_in_is_remembered_through_saving_and_retracing():
         assert (entry.affine, entry.stats) == ("none", "batch")
         (node,) = (n for n in kept.graph.nodes if "batch_norm" in str(n.target))
         assert node.meta["custom"]["torch_batchnorm"] == {"form": "aten.batch_norm.default", "filled": filled}
+
+
+def test_a_note_of_what_was_filled_in_is_not_taken_for_a_weight_that_is_there():
+    program = consolidated(export(nn.BatchNorm1d(3, affine=False), torch.randn(4, 3))).program
+
+    def doubled(x, w, b, m, v, momentum, eps):
+        out = aten._native_batch_norm_legit_functional.default(x, w * 2, b, m, v, True, momentum, eps)
+        return (*out[:3], x.new_empty(0, dtype=torch.uint8), *out[3:])
+
+    table = {aten._batch_norm_with_update_functional.default: doubled}
+    decomposed, x = program.run_decompositions(table), torch.randn(4, 3)
+    assert "torch_batchnorm" in str([n.meta.get("custom") for n in decomposed.graph.nodes])
+    with torch.no_grad():
+        assert same(step(consolidated(decomposed).program.module(), x), step(decomposed.module(), x))
+    (node,) = (n for n in program.graph.nodes if "batch_norm" in str(n.target))
+    node.args = (node.args[0], node.args[2], *node.args[2:])  # a weight of zeros, where one of ones was filled in
+    assert tbn.inspect(program).entries[0].affine == "weight"
 
 
 def test_in_place_edits_the_given_program_and_returns_it():

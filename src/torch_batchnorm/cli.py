@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -70,7 +71,7 @@ def _inspect(
 ) -> None:
     """List every batch norm of a program: form, mode, shape, state, neighbours."""
     with _step(f"Loading {source}"):
-        report = inspect(load(source))
+        report = inspect(load(source).program)
     if json:
         typer.echo(report.to_json())
     else:
@@ -87,9 +88,9 @@ def _consolidate(
     """Rewrite every batch norm into the op family whose kernel is chosen when the program runs."""
     with _step(f"Loading {source}"):
         check_output(source, output)
-        program = load(source)
+        loaded = load(source)
     with _step("Consolidating"):
-        result = Consolidate()(program)
+        result = Consolidate()(loaded.program)
     if report:
         for table in result_tables(result):
             _out().print(table)
@@ -98,7 +99,7 @@ def _consolidate(
         typer.echo(f"torch-batchnorm: {len(result.declined)} declined: {first.site}: {first.reason}", err=True)
         raise typer.Exit(1)
     with _step(f"Saving {output}"):
-        save(result.program, output)  # type: ignore[arg-type]
+        save(replace(loaded, program=result.program), output)  # type: ignore[arg-type]
     typer.echo(f"{len(result.edits)} rewritten, {len(result.declined)} declined: {output}")
 
 

@@ -1,0 +1,78 @@
+"""Hidden writes: can a statistic that an op writes behind its schema become an output of a functional program?"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS
+from torch_batchnorm.passes.program import MUTATIONS, input_specs
+from torch_batchnorm.passes.site import Site
+
+
+class Inputs:
+    """What a functional program takes: each placeholder's kind, and which of them share memory."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.program = program
+        self.specs = input_specs(program)
+
+    def unlistable(self, site: Site, statistic: Node) -> str:
+        """Why the site's write to this statistic cannot be listed, empty when it can.
+
+        A new value takes the place of the statistic in every later reader. So nothing else may share its memory, which
+        is where the write was seen; of user inputs that cannot be known.
+        """
+        writes = f"it writes to {statistic.name}"
+        if site.path:
+            return f"{writes} inside nested graph {site.path}, which cannot hand the new value out"
+        if sum(getattr(site.norm, name) is statistic for name in FIELDS[:5]) > 1:
+            return f"{writes}, which is another of its arguments too"
+        readers = list(statistic.users)
+        if statistic.op == "placeholder":
+            kind = self.specs[statistic.name].kind if statistic.name in self.specs else InputKind.USER_INPUT
+            if kind not in MUTATIONS:
+                return f"{writes}, a {kind.name}, whose mutation a signature cannot list"
+            if twins := self._sharing.get(statistic.name):
+                return f"{writes}, whose memory {twins[0]} shares"
+        else:
+            readers.append(statistic)
+        aliases = [node for node in readers if _may_alias(node)]
+        return f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else ""
+
+    @cached_property
+    def _sharing(self) -> dict[str, list[str]]:
+        """For each parameter, buffer or constant, the others in use whose memory it shares, by placeholder name."""
+        state: dict[str, Any] = {**self.program.constants, **self.program.state_dict}
+        used = {node.name for node in self.program.graph.find_nodes(op="placeholder") if node.users}
+        by_memory: dict[int, list[str]] = defaultdict(list)
+        for name, spec in self.specs.items():
+            tensor = state.get(spec.target or "")
+            if name in used and isinstance(tensor, torch.Tensor):
+                by_memory[tensor.untyped_storage()._cdata].append(name)
+        return {name: [n for n in names if n != name] for names in by_memory.values() for name in names}
+
+
+def _may_alias(node: Node) -> bool:
+    """Whether a node's result may share memory with one of its inputs: unless the op is known to make its own."""
+    if node.op == "output" or node.target in BY_TARGET:
+        return False
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return isinstance(node.args[0].meta.get("val"), torch.Tensor) or _may_alias(node.args[0])
+    if not isinstance(node.target, OpOverload):
+        return True
+    declared = any(returned.alias_info is not None for returned in node.target._schema.returns)
+    # A composite op may return its input without saying so: type_as, dropout in eval.
+    return declared or torch._C._dispatch_has_kernel_for_dispatch_key(_name(node.target), "CompositeImplicitAutograd")
+
+
+def _name(overload: Any) -> str:
+    return str(overload.name())
