@@ -26,12 +26,14 @@ PUBLIC = [
     "Edit",
     "FORMS",
     "Form",
+    "InvalidBatchNorm",
     "InvalidOutput",
     "InvalidProgram",
     "Report",
     "Result",
     "consolidate",
     "inspect",
+    "ops",
     "render",
 ]
 # A module imports only from layers after its own.

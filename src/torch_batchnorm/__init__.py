@@ -1,8 +1,10 @@
 """Batch norm in exported PyTorch graphs: one op family, exact rewrites, the kernel chosen when the program runs."""
 
+from torch_batchnorm.decomps import family as ops  # noqa: F401
 from torch_batchnorm.decomps.forms import FORMS as FORMS
 from torch_batchnorm.decomps.forms import Form as Form
 from torch_batchnorm.errors import BatchNormError as BatchNormError
+from torch_batchnorm.errors import InvalidBatchNorm as InvalidBatchNorm
 from torch_batchnorm.errors import InvalidOutput as InvalidOutput
 from torch_batchnorm.errors import InvalidProgram as InvalidProgram
 from torch_batchnorm.passes.consolidation import Consolidate as Consolidate

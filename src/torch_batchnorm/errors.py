@@ -11,3 +11,11 @@ class InvalidProgram(BatchNormError, ValueError):
 
 class InvalidOutput(BatchNormError, ValueError):
     """The place to write to cannot be written, or would overwrite what was read."""
+
+
+class InvalidBatchNorm(BatchNormError, ValueError):
+    """An argument that a batch norm cannot compute with: its `op` and name, what was `found` and `expected`."""
+
+    def __init__(self, op: str, argument: str, found: str, expected: str) -> None:
+        super().__init__(f"{op}: {argument} is {found}, expected {expected}")
+        self.op, self.argument, self.found, self.expected = op, argument, found, expected

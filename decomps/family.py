@@ -1,0 +1,245 @@
+"""The op family as total functions: ATen's results where ATen works, and defined results where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from torch_batchnorm.errors import InvalidBatchNorm
+
+aten = torch.ops.aten
+T = TypeVar("T", bound=tuple[Any, ...])
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def batch_norm_with_update(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> Four:
+    """Batch norm in training: normalises with the batch's statistics and updates the running ones in place.
+
+    input: [N, C, *], floating point. weight, bias, running_mean, running_var: [C] in the input's dtype, or float32
+    beside a half input; weight and bias may each be None, the statistics both. momentum: the weight of the new batch.
+    Returns (out, save_mean, save_invstd, reserve): out as input, save_mean and save_invstd = 1/sqrt(var + eps): [C],
+    reserve: uint8, opaque, for the backward. `out`: four tensors to write these to, resized as ATen resizes.
+
+    An empty batch gives an empty output, zero gradients and unchanged statistics; what it saves are zeros.
+
+    Raises: InvalidBatchNorm naming argument, found and expected; also for one value a channel, whose variance is NaN.
+    Source: aten::_batch_norm_with_update, pytorch#116092.
+
+    >>> x, mean, var = torch.ones(2, 3), torch.zeros(3), torch.ones(3)
+    >>> batch_norm_with_update(x, None, None, mean, var, 0.1, 1e-5)[0].abs().max(), mean
+    (tensor(0.), tensor([0.1000, 0.1000, 0.1000]))
+    """
+    _check("batch_norm_with_update", input, weight, bias, running_mean, running_var, training=True)
+    weight, bias = _affine(input, weight, bias, running_mean)
+    if guard_or_false(input.numel() == 0):
+        return _into(out, _empty(input, weight, bias, None, None, eps))
+    mean, var = (running_mean, running_var) if running_mean is not None else _statistics(weight)
+    results: Four = aten._batch_norm_with_update.default(input, weight, bias, mean, var, momentum, eps)
+    return _into(out, results)
+
+
+def batch_norm_with_update_functional(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`batch_norm_with_update` that writes nothing: the new running_mean and running_var come fifth and sixth, as new
+    tensors, None when there are no statistics.
+
+    Raises: InvalidBatchNorm as `batch_norm_with_update`. Source: aten::_batch_norm_with_update_functional.
+    """
+    _check("batch_norm_with_update_functional", input, weight, bias, running_mean, running_var, training=True)
+    weight, bias = _affine(input, weight, bias, running_mean)
+    stats = (running_mean, running_var) if running_mean is not None and running_var is not None else None
+    mean, var = stats or _statistics(weight)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    if guard_or_false(input.numel() == 0):
+        results = (*_empty(input, weight, bias, None, None, eps), mean.clone(), var.clone())
+    else:
+        results = aten._batch_norm_with_update_functional.default(input, weight, bias, mean, var, momentum, eps)
+    return _into(out, results) if stats else (*_into(out, results[:4]), None, None)
+
+
+def batch_norm_no_update(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> Four:
+    """Batch norm in eval: normalises with the running statistics. Arguments and results as `batch_norm_with_update`.
+
+    save_mean, save_invstd: [C] on every device, of the running statistics. momentum is not used.
+
+    Raises: InvalidBatchNorm as `batch_norm_with_update`, and when there are no running statistics.
+    Source: aten::_batch_norm_no_update; the saved statistics, pytorch#100985.
+    """
+    _check("batch_norm_no_update", input, weight, bias, running_mean, running_var, training=False)
+    mean, var = cast(tuple[Tensor, Tensor], (running_mean, running_var))
+    weight, bias = _affine(input, weight, bias, mean)
+    if guard_or_false(input.numel() == 0):
+        return _into(out, _empty(input, weight, bias, mean, var, eps))
+    results: Four = aten._batch_norm_no_update.default(input, weight, bias, mean, var, momentum, eps)
+    return _into(out, (results[0], mean.clone(), torch.rsqrt(var + eps), results[3]))
+
+
+def batch_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: Tensor,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the family: of input, weight and bias, as asked for by output_mask; None where not asked for.
+
+    grad_out: as input. update: whether the forward normalised with the batch's statistics, which are then save_mean and
+    save_var = 1/sqrt(var + eps): [C]; else the running ones are used. reserve: what the forward returned as such.
+    `out`: a tensor for each gradient that is asked for.
+
+    Raises: InvalidBatchNorm naming argument, found and expected. Source: aten::batch_norm_backward.
+    """
+    name = "batch_norm_backward"
+    _check(name, input, weight, None, running_mean, running_var, training=update)
+    if grad_out.shape != input.shape:
+        _refuse(name, "grad_out", _shown(grad_out), f"the shape of input, {_shown(input)}")
+    for argument, saved in (("save_mean", save_mean), ("save_var", save_var)) if update else ():
+        if saved is None or saved.shape != input.shape[1:2]:
+            _refuse(name, argument, _shown(saved), f"[{input.shape[1]}], as the forward saved it")
+    weight, _ = _affine(input, weight, None, running_mean)
+    if guard_or_false(input.numel() == 0):
+        grads = (torch.zeros_like(input), torch.zeros_like(weight), torch.zeros_like(weight))
+        found = [grad if asked else None for grad, asked in zip(grads, output_mask, strict=True)]
+    else:
+        saves = (running_mean, running_var, save_mean, save_var)
+        found = aten.batch_norm_backward.default(
+            grad_out, input, weight, *saves, update, eps, list(output_mask), reserve
+        )
+    if out is not None:
+        _into(out, tuple(grad for grad in found if grad is not None))
+    return found[0], found[1], found[2]
+
+
+def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weight and bias, ones and zeros where there is none: in the dtype of what there is, else float32 for half."""
+    if weight is not None and bias is not None:
+        return weight, bias
+    like = weight if weight is not None else bias if bias is not None else mean
+    dtype = like.dtype if like is not None else torch.float32 if input.dtype in _HALF else input.dtype
+    size = (input.shape[1],)
+    weight = input.new_ones(size, dtype=dtype) if weight is None else weight
+    return weight, input.new_zeros(size, dtype=dtype) if bias is None else bias
+
+
+def _statistics(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics for a kernel to update that nobody has: like the weight."""
+    return torch.zeros_like(weight), torch.ones_like(weight)
+
+
+def _empty(input: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, var: Tensor | None, eps: float) -> Four:
+    """What an empty batch gives: an output that is differentiable like any other, to gradients of zero."""
+    shape = [1, -1, *[1] * (input.ndim - 2)]
+    out = (input * weight.view(shape) + bias.view(shape)).to(input.dtype)
+    saved = torch.zeros_like(weight).detach()
+    if mean is None or var is None:
+        return out, saved, saved.clone(), input.new_empty((0,), dtype=torch.uint8)
+    return out, mean.clone(), torch.rsqrt(var + eps), input.new_empty((0,), dtype=torch.uint8)
+
+
+def _into(out: Sequence[Tensor] | None, results: T) -> T:
+    """The results, written to `out` by ATen's rules for resizing and casting when it is given."""
+    if out is None:
+        return results
+    found: tuple[Tensor, ...] = tuple(results)
+    if len(out) != len(found):
+        _refuse("out", "out", f"{len(out)} tensors", f"{len(found)}, one for each result")
+    for result, place in zip(found, out, strict=True):
+        _maybe_resize_out(place, result.shape)
+        _safe_copy_out(copy_from=result, copy_to=place)
+    return tuple(out)  # type: ignore[return-value]
+
+
+def _check(
+    name: str,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+) -> None:
+    """Raises InvalidBatchNorm for what a kernel would crash on, or answer with NaN."""
+    shape, dtype, device = input.shape, input.dtype, input.device
+    if len(shape) < 2:
+        _refuse(name, "input", _shown(input), "[N, C, *]")
+    if not dtype.is_floating_point:
+        _refuse(name, "input", _shown(input), "a floating point dtype")
+    if (mean is None) is not (var is None):
+        absent, given = ("running_mean", "running_var") if mean is None else ("running_var", "running_mean")
+        _refuse(name, absent, "None", f"a tensor, as {given} is one; or None for both")
+    if mean is None and not training:
+        _refuse(name, "running_mean", "None", "a tensor: without running statistics there is nothing to normalise with")
+    kinds, first = (dtype, torch.float32) if dtype in _HALF else (dtype,), None
+    for argument, tensor in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var)):
+        if tensor is None:
+            continue
+        first = tensor if first is None else first
+        if tensor.shape != shape[1:2]:
+            _refuse(
+                name, argument, _shown(tensor), f"[{shape[1]}], one value for each channel of input {_shown(input)}"
+            )
+        if tensor.dtype not in kinds or tensor.dtype != first.dtype:
+            _refuse(name, argument, _shown(tensor), f"dtype {_dtypes(kinds, first)} beside input {_shown(input)}")
+        if tensor.device != device:
+            _refuse(name, argument, f"device {tensor.device}", f"device {device}, which input is on")
+    if training and guard_or_false(input.numel() == shape[1]):
+        _refuse(
+            name, "input", _shown(input), "more than one value for each channel in training: the variance is undefined"
+        )
+
+
+def _dtypes(kinds: Sequence[torch.dtype], first: Tensor) -> str:
+    """The dtypes that a parameter or statistic may have: one of two beside a half input, and all four the same."""
+    allowed = kinds if first.dtype not in kinds else (first.dtype,)
+    return " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _refuse(name: str, argument: str, found: str, expected: str) -> NoReturn:
+    raise InvalidBatchNorm(name, argument, found, expected)

@@ -1,0 +1,6 @@
+"""What every test runs under."""
+
+import torch
+
+# Tensors this small are slower on several threads, and far slower where parallel workers share the cores.
+torch.set_num_threads(1)

@@ -1,0 +1,182 @@
+"""Real models with random weights: every batch norm is rewritten, and nothing else about the model changes, to the bit.
+
+Each is as narrow and as shallow as its class allows, and runs both as it is exported and decomposed to ATen.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+import transformers as hf
+from monai.networks import nets as monai
+from torch import nn
+from torch.nn import functional
+
+from programs import consolidated, export, legacy_left, same, saved_and_loaded, state_of, step
+
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
+DENSENET = {"in_channels": 1, "out_channels": 3, "init_features": 8, "growth_rate": 4}
+
+# The shape of the input, and the model. The dearest come first, so that parallel workers end together.
+MODELS = {
+    "monai DenseNet121 in 3-D": ((2, 1, 32, 32, 32), lambda: monai.DenseNet121(spatial_dims=3, **DENSENET)),
+    "monai DenseNet121 in 2-D": ((2, 1, 32, 32), lambda: monai.DenseNet121(spatial_dims=2, **DENSENET)),
+    "MobileNetV2": (
+        (2, 3, 64, 64),
+        lambda: hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(depth_multiplier=0.25)),
+    ),
+    "MobileViTV2": (
+        (2, 3, 64, 64),
+        lambda: hf.MobileViTV2ForImageClassification(
+            hf.MobileViTV2Config(width_multiplier=0.25, n_attn_blocks=[1, 1, 1])
+        ),
+    ),
+    "EfficientNet": (
+        (2, 3, 64, 64),
+        lambda: hf.EfficientNetForImageClassification(
+            hf.EfficientNetConfig(width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320)
+        ),
+    ),
+    "LeViT": (
+        (2, 3, 64, 64),
+        lambda: hf.LevitForImageClassification(
+            hf.LevitConfig(image_size=64, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 3, 4], depths=[1, 1, 1])
+        ),
+    ),
+    "CvT": (
+        (2, 3, 32, 32),
+        lambda: hf.CvtForImageClassification(
+            hf.CvtConfig(embed_dim=[8, 16], num_heads=[1, 2], depth=[1, 2], cls_token=[False, True])
+        ),
+    ),
+    "Wav2Vec2Conformer": (
+        (2, 4000),
+        lambda: hf.Wav2Vec2ConformerModel(
+            hf.Wav2Vec2ConformerConfig(
+                hidden_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=32,
+                conv_dim=[8] * 7,
+                num_conv_pos_embeddings=8,
+                num_conv_pos_embedding_groups=2,
+                layerdrop=0.0,
+                apply_spec_augment=False,
+            )
+        ),
+    ),
+    "UperNet on ResNet": (
+        (2, 3, 64, 64),
+        lambda: hf.UperNetForSemanticSegmentation(
+            hf.UperNetConfig(
+                backbone_config=hf.ResNetConfig(**RESNET, out_features=["stage1", "stage2", "stage3", "stage4"]),
+                hidden_size=16,
+                auxiliary_channels=8,
+            )
+        ),
+    ),
+    "VitMatte on ViTDet": (
+        (2, 4, 64, 64),
+        lambda: hf.VitMatteForImageMatting(
+            hf.VitMatteConfig(
+                backbone_config=hf.VitDetConfig(
+                    hidden_size=16,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    num_channels=4,
+                    image_size=64,
+                    pretrain_image_size=64,
+                    out_features=["stage1"],
+                ),
+                hidden_size=16,
+                convstream_hidden_sizes=[8, 8, 16],
+                fusion_hidden_sizes=[16, 8, 8, 8],
+            )
+        ),
+    ),
+    "RegNet": ((2, 3, 64, 64), lambda: hf.RegNetForImageClassification(hf.RegNetConfig(**RESNET, groups_width=8))),
+    "ResNet": ((2, 3, 64, 64), lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**RESNET))),
+    "RT-DETR's ResNet": ((2, 3, 64, 64), lambda: hf.RTDetrResNetBackbone(hf.RTDetrResNetConfig(**RESNET))),
+    "PatchTSMixer": (
+        (2, 32, 3),
+        lambda: hf.PatchTSMixerForPrediction(
+            hf.PatchTSMixerConfig(num_input_channels=3, norm_mlp="BatchNorm", num_layers=1)
+        ),
+    ),
+    "monai SegResNet in 3-D": (
+        (2, 1, 16, 16, 16),
+        lambda: monai.SegResNet(3, dropout_prob=0.2, norm="batch", blocks_down=(1, 1, 1), blocks_up=(1, 1)),
+    ),
+    "monai SEResNet50, one block a stage": (
+        (2, 3, 64, 64),
+        lambda: monai.SEResNet50(layers=(1, 1, 1, 1), spatial_dims=2, in_channels=3),
+    ),
+    "monai UNet in 3-D": (
+        (2, 1, 16, 16, 16),
+        lambda: monai.UNet(3, 1, 2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2, norm="batch", dropout=0.1),
+    ),
+    # It has instance norms too, which decomposing turns into batch norms.
+    "monai AttentionUnet": (
+        (2, 1, 32, 32),
+        lambda: monai.AttentionUnet(2, 1, 2, channels=(8, 16, 32), strides=(2, 2)),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Models this small are slower on several threads, and far slower where parallel workers share the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _built(name, training):
+    """The model, statistics not those of a new one, and its input."""
+    torch.manual_seed(0)
+    shape, make = MODELS[name]
+    module = make().train(training)
+    for bn in module.modules():
+        if isinstance(bn, nn.modules.batchnorm._BatchNorm):
+            bn.running_mean.normal_(std=0.1)
+            bn.running_var.uniform_(0.5, 1.5)
+    return module, torch.randn(shape)
+
+
+def _calls(module, x):
+    """How many batch norms the model runs, by its own account."""
+    with mock.patch.object(functional, "batch_norm", wraps=functional.batch_norm) as batch_norm, torch.no_grad():
+        module(x)
+    return batch_norm.call_count
+
+
+def _outcome(program, x):
+    """Outputs, state and gradients of a step that drops the same units each time."""
+    torch.manual_seed(0)
+    return step(program.module(), x)
+
+
+def _statistics(state):
+    return {k: v for k, v in state.items() if k.endswith(("running_mean", "running_var"))}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
+@pytest.mark.parametrize("name", MODELS)
+def test_every_batch_norm_of_a_model_is_rewritten_to_the_bit(name, training):
+    module, x = _built(name, training)
+    calls, exported = _calls(module, x), export(module, x)
+    assert len(legacy_left(exported)) == calls > 0
+    for program in (exported, exported.run_decompositions()):
+        result = consolidated(program)
+        assert (result.declined, legacy_left(result.program)) == ((), [])
+        assert len(result.edits) == len(legacy_left(program)) > 0
+        before = state_of(program.module())
+        # torch cannot differentiate a train program that is decomposed, consolidated or not
+        with torch.set_grad_enabled(program is exported):
+            outputs, state, _ = expected = _outcome(program, x)
+            assert same(_outcome(result.program, x), expected)
+            assert same(_outcome(saved_and_loaded(result.program), x), expected)
+        assert outputs
+        assert all(t.isfinite().all() for t in outputs)
+        assert same(_statistics(state), _statistics(before)) is not training
