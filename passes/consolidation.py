@@ -39,15 +39,17 @@ class Consolidate:
         Raises: InvalidProgram for anything else.
         """
         inputs = Inputs(program) if isinstance(program, ExportedProgram) and is_functional(program) else None
-        plans = [_plan(site, inputs) for site in find_sites(graphs_of(program))]
-        if not any(isinstance(plan, Edit) for plan in plans):
-            return Result(program, declined=_declined(plans))
-        draft = Draft(program, self.inplace)
-        for site, plan in zip(find_sites(draft.graphs), plans, strict=True):
+        if all(site.form.dialect is Dialect.FAMILY for site in find_sites(graphs_of(program))):
+            return Result(program)
+        draft, edits, declined = Draft(program, self.inplace), [], []
+        for site in find_sites(draft.graphs):
+            plan = _plan(site, inputs)
             if isinstance(plan, Edit) and site.norm is not None:
+                edits.append(plan)
                 write_site(draft, site, site.norm, _target(site.form, site.norm, draft.functional))
-        edits = tuple(plan for plan in plans if isinstance(plan, Edit))
-        return Result(draft.build(), edits, _declined(plans))
+            elif isinstance(plan, Declined):
+                declined.append(plan)
+        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
 
 
 def consolidate(program: Any, *, inplace: bool = False) -> Any:
@@ -81,10 +83,6 @@ def _plan(site: Site, inputs: Inputs | None) -> Edit | Declined | None:
         return Declined(site.name, site.module, site.form.name, reason)
     target = _target(site.form, site.norm, inputs is not None)
     return Edit(site.name, site.module, site.form.name, target.name)
-
-
-def _declined(plans: list[Edit | Declined | None]) -> tuple[Declined, ...]:
-    return tuple(plan for plan in plans if isinstance(plan, Declined))
 
 
 def _target(form: Form, norm: BatchNorm, functional: bool) -> Form:

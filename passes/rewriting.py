@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_batchnorm.decomps.forms import UPDATED, BatchNorm, Form, Mode, Statistics
-from torch_batchnorm.passes.program import Draft
+from torch_batchnorm.passes.program import Draft, empty_val
 from torch_batchnorm.passes.site import NEUTRAL, ORIGIN, Site
 
 aten = torch.ops.aten
@@ -27,11 +27,13 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
     node = site.node
     with node.graph.inserting_before(node):
         filled = {name: _fill(norm, node, name) for name in norm.missing}
-        spelled = replace(norm, **filled, out=_destinations(norm, node, target))
+        spelled = (
+            replace(norm, **filled, out=_destinations(norm, node, target)) if filled or target.destinations else norm
+        )
         args, kwargs = target.write(spelled)
         call = _call(node.graph, target.overload, args, kwargs)
     call.meta = _meta(draft, site, spelled, target, tuple(filled))
-    # Eval's saved statistics have one shape on no two devices: where they are read, they are rebuilt.
+    # What eval saves has another shape on CPU than elsewhere: where it is read, it is rebuilt in one.
     read = ("out", "reserve") if target.mode is Mode.EVAL and not target.destinations else target.roles
     last = call
     for role, holders in site.outputs.items():
@@ -80,7 +82,7 @@ def _val(node: Node) -> torch.Tensor | None:
 
 def _empty_like(node: Node, shape: Sequence[Any]) -> torch.Tensor | None:
     val = _val(node)
-    return None if val is None else val.new_empty(tuple(shape))
+    return None if val is None else empty_val(val, shape, val.dtype)
 
 
 def _fill(norm: BatchNorm, node: Node, name: str) -> Node:
@@ -105,7 +107,7 @@ def _destinations(norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
     for role in absent:
         made[role] = _call(node.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
         val = _val(norm.input)
-        made[role].meta = _carried(node, None if val is None else val.new_empty((0,), dtype=torch.uint8))
+        made[role].meta = _carried(node, None if val is None else empty_val(val, (0,), torch.uint8))
     return {**norm.out, **made}
 
 

@@ -12,7 +12,7 @@ from monai.networks import nets as monai
 from torch import nn
 from torch.nn import functional
 
-from programs import consolidated, export, legacy_left, same, saved_and_loaded, state_of, step
+from programs import consolidated, export, legacy_left, same, saved_and_loaded, step
 
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
 DENSENET = {"in_channels": 1, "out_channels": 3, "init_features": 8, "growth_rate": 4}
@@ -96,7 +96,6 @@ MODELS = {
     ),
     "RegNet": ((2, 3, 64, 64), lambda: hf.RegNetForImageClassification(hf.RegNetConfig(**RESNET, groups_width=8))),
     "ResNet": ((2, 3, 64, 64), lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**RESNET))),
-    "RT-DETR's ResNet": ((2, 3, 64, 64), lambda: hf.RTDetrResNetBackbone(hf.RTDetrResNetConfig(**RESNET))),
     "PatchTSMixer": (
         (2, 32, 3),
         lambda: hf.PatchTSMixerForPrediction(
@@ -115,7 +114,7 @@ MODELS = {
         (2, 1, 16, 16, 16),
         lambda: monai.UNet(3, 1, 2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2, norm="batch", dropout=0.1),
     ),
-    # It has instance norms too, which decomposing turns into batch norms.
+    # Has instance norms too, which decomposing turns into batch norms.
     "monai AttentionUnet": (
         (2, 1, 32, 32),
         lambda: monai.AttentionUnet(2, 1, 2, channels=(8, 16, 32), strides=(2, 2)),
@@ -125,7 +124,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Models this small are slower on several threads, and far slower where parallel workers share the cores."""
+    """Models this small gain nothing from threads, which cost half the time where parallel workers share the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -166,12 +165,12 @@ def _statistics(state):
 def test_every_batch_norm_of_a_model_is_rewritten_to_the_bit(name, training):
     module, x = _built(name, training)
     calls, exported = _calls(module, x), export(module, x)
+    # only here: decomposing drops what nothing reads, and turns instance norms into batch norms
     assert len(legacy_left(exported)) == calls > 0
     for program in (exported, exported.run_decompositions()):
         result = consolidated(program)
         assert (result.declined, legacy_left(result.program)) == ((), [])
         assert len(result.edits) == len(legacy_left(program)) > 0
-        before = state_of(program.module())
         # torch cannot differentiate a train program that is decomposed, consolidated or not
         with torch.set_grad_enabled(program is exported):
             outputs, state, _ = expected = _outcome(program, x)
@@ -179,4 +178,4 @@ def test_every_batch_norm_of_a_model_is_rewritten_to_the_bit(name, training):
             assert same(_outcome(saved_and_loaded(result.program), x), expected)
         assert outputs
         assert all(t.isfinite().all() for t in outputs)
-        assert same(_statistics(state), _statistics(before)) is not training
+        assert same(_statistics(state), _statistics(program.state_dict)) is not training
