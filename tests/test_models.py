@@ -25,6 +25,11 @@ MODELS = {
         (2, 3, 64, 64),
         lambda: hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(depth_multiplier=0.25)),
     ),
+    "monai EfficientNetBN": ((2, 3, 64, 64), lambda: monai.EfficientNetBN("efficientnet-b0", pretrained=False)),
+    "MobileNetV1": (
+        (2, 3, 64, 64),
+        lambda: hf.MobileNetV1ForImageClassification(hf.MobileNetV1Config(depth_multiplier=0.25)),
+    ),
     "MobileViTV2": (
         (2, 3, 64, 64),
         lambda: hf.MobileViTV2ForImageClassification(
@@ -106,10 +111,6 @@ MODELS = {
         (2, 1, 16, 16, 16),
         lambda: monai.SegResNet(3, dropout_prob=0.2, norm="batch", blocks_down=(1, 1, 1), blocks_up=(1, 1)),
     ),
-    "monai SEResNet50, one block a stage": (
-        (2, 3, 64, 64),
-        lambda: monai.SEResNet50(layers=(1, 1, 1, 1), spatial_dims=2, in_channels=3),
-    ),
     "monai UNet in 3-D": (
         (2, 1, 16, 16, 16),
         lambda: monai.UNet(3, 1, 2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2, norm="batch", dropout=0.1),
@@ -120,15 +121,6 @@ MODELS = {
         lambda: monai.AttentionUnet(2, 1, 2, channels=(8, 16, 32), strides=(2, 2)),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Models this small gain nothing from threads, which cost half the time where parallel workers share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _built(name, training):
