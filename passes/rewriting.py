@@ -80,9 +80,10 @@ def _val(node: Node) -> torch.Tensor | None:
     return val if isinstance(val, torch.Tensor) else None
 
 
-def _empty_like(node: Node, shape: Sequence[Any]) -> torch.Tensor | None:
+def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor | None:
+    """A new `val` like the node's own, of another shape if one is given; None when the node has none."""
     val = _val(node)
-    return None if val is None else empty_val(val, shape, val.dtype)
+    return None if val is None else empty_val(val, val.shape if shape is None else shape, val.dtype)
 
 
 def _fill(norm: BatchNorm, node: Node, name: str) -> Node:
@@ -138,8 +139,7 @@ def _output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target:
 def _copied(field: str) -> Callable[[Node, BatchNorm], None]:
     def rebuild(holder: Node, norm: BatchNorm) -> None:
         statistic = getattr(norm, field)
-        val = _val(statistic)
-        _become(holder, aten.clone.default, (statistic,), None if val is None else _empty_like(statistic, val.shape))
+        _become(holder, aten.clone.default, (statistic,), _empty_like(statistic))
 
     return rebuild
 
@@ -147,12 +147,10 @@ def _copied(field: str) -> Callable[[Node, BatchNorm], None]:
 def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
     """1/sqrt(running_var + eps), which is what every kernel that saves it saves."""
     var = norm.running_var
-    val = _val(var)
-    shape = () if val is None else val.shape
     with holder.graph.inserting_before(holder):
         shifted = _call(holder.graph, aten.add.Tensor, (var, norm.eps))
-    shifted.meta = _carried(holder, _empty_like(var, shape))
-    _become(holder, aten.rsqrt.default, (shifted,), _empty_like(var, shape))
+    shifted.meta = _carried(holder, _empty_like(var))
+    _become(holder, aten.rsqrt.default, (shifted,), _empty_like(var))
 
 
 # Outputs that the family's eval op does not return, or not in one shape: rebuilt from the running statistics.
