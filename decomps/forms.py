@@ -1,9 +1,9 @@
-"""FORMS: one row for each ATen overload that computes batch norm forward, and the record every row reads and writes."""
+"""FORMS and GRADIENTS: one row for each ATen overload of batch norm, and the records every row reads and writes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
@@ -45,6 +45,7 @@ OUT = ("out",)
 SAVED = ("out", "save_mean", "save_invstd")
 RESERVED = (*SAVED, "reserve")
 UPDATED = ("new_running_mean", "new_running_var")
+GRADS = ("grad_input", "grad_weight", "grad_bias")
 
 FIELDS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
@@ -78,9 +79,32 @@ class BatchNorm:
         return tuple(name for name in FIELDS[1:5] if getattr(self, name) is None)
 
 
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of one batch norm, whatever its overload. Inside a graph the tensors are nodes.
+
+    grad_out, input: [N, C, *]. training: whether the forward normalised with the batch's statistics, which are then
+    save_mean and save_invstd = 1/sqrt(var + eps): [C]; else the running ones are used. output_mask: which of the
+    gradients of input, weight and bias are asked for. reserve: what the forward returned as such, None when not kept.
+    """
+
+    grad_out: Any
+    input: Any
+    weight: Any
+    running_mean: Any
+    running_var: Any
+    save_mean: Any
+    save_invstd: Any
+    training: Any
+    eps: Any
+    output_mask: Any
+    reserve: Any
+    out: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Form:
-    """How one overload spells a `BatchNorm`: arguments by schema name, outputs by role.
+    """How one overload spells a `BatchNorm` or a `Gradient`: arguments by schema name, outputs by role.
 
     roles: what each output is. mode: TRAIN or EVAL when the overload fixes it, FLAG when `training` says.
     statistics: how the update of the running statistics leaves the op. source: where the overload comes from.
@@ -129,7 +153,7 @@ class Form:
         asked = {*self.arguments, *self.destinations.values()}
         return len(args) <= len(self.arguments) and self.given(args, kwargs).keys() == asked
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchNorm:
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The record that a call of this overload spells, arguments given by position or by keyword.
 
         Raises: KeyError naming the schema argument that the call leaves out.
@@ -138,12 +162,15 @@ class Form:
         absent = [a for a in (*self.arguments, *self.destinations.values()) if a not in given]
         if absent:
             raise KeyError(absent[0])
-        values = {name: given.get(name) for name in FIELDS}
+        record = Gradient if self.roles == GRADS else BatchNorm
+        values = {f.name: given.get(f.name) for f in fields(record)}
         if self.mode is not Mode.FLAG:
             values["training"] = self.mode is Mode.TRAIN
-        return BatchNorm(**values, out={role: given[name] for role, name in self.destinations.items()})
+        if record is Gradient and "output_mask" not in given:
+            values["output_mask"] = [True, True, True]
+        return record(**{**values, "out": {role: given[name] for role, name in self.destinations.items()}})
 
-    def write(self, norm: BatchNorm) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def write(self, norm: BatchNorm | Gradient) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that spell `norm` as this overload: (args, kwargs)."""
         args = tuple(getattr(norm, name, True) for name in self.arguments)  # only cudnn_enabled is no field: True
         return args, {name: norm.out[role] for role, name in self.destinations.items()}
@@ -184,15 +211,25 @@ FORMS: tuple[Form, ...] = (
     Form(aten.miopen_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
 )
 
-# Batch-norm overloads that deliberately have no row, each with the reason.
-EXCLUDED: Mapping[str, str] = MappingProxyType(
-    {
-        "aten::batch_norm_backward": "a gradient: it takes saved statistics and writes none",
-        "aten::native_batch_norm_backward": "a gradient: it takes saved statistics and writes none",
-        "aten::cudnn_batch_norm_backward": "a gradient: it takes saved statistics and writes none",
-        "aten::miopen_batch_norm_backward": "a gradient: it takes saved statistics and writes none",
-        "aten::_batch_norm_impl_index_backward": "a gradient: it takes saved statistics and writes none",
-    }
+# The gradients, under their forward's dialect. Each schema calls the saved statistics and the mode by other names.
+_SAVES = {"save_var": "save_invstd", "save_var_transform": "save_invstd", "train": "training", "update": "training"}
+_GRADIENT = MappingProxyType(
+    {**VENDOR_NAMES, **_SAVES, "grad_output": "grad_out"} | dict.fromkeys(("reserveSpace", "reservedSpace"), "reserve")
+)
+
+GRADIENTS: tuple[Form, ...] = (
+    # The family's picks its kernel when it runs, and reads the reserve that its forward returned.
+    Form(aten.batch_norm_backward.default, GRADS, _FLAG, _NONE, _FAMILY, _YAML, _GRADIENT),
+    # Native, in both modes: what autograd calls for native and legit forwards, and for any forward in eval.
+    Form(aten.native_batch_norm_backward.default, GRADS, _FLAG, _NONE, _CORE, _YAML, _GRADIENT),
+    Form(aten.native_batch_norm_backward.out, GRADS, _FLAG, _NONE, _CORE, _YAML, _GRADIENT),
+    # What TorchScript calls: impl_index says which kernel ran forward.
+    Form(aten._batch_norm_impl_index_backward.default, GRADS, _FLAG, _NONE, _COMPOSITE, _YAML, _GRADIENT),
+    # The vendors', of batch statistics only.
+    Form(aten.cudnn_batch_norm_backward.default, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
+    Form(aten.cudnn_batch_norm_backward.out, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
+    Form(aten.miopen_batch_norm_backward.default, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
+    Form(aten.miopen_batch_norm_backward.out, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
 )
 
 
@@ -214,9 +251,12 @@ def _by_target(forms: tuple[Form, ...]) -> Mapping[OpOverload | OpOverloadPacket
 BY_TARGET = _by_target(FORMS)
 
 
+GRADIENT_BY_TARGET = _by_target(GRADIENTS)
+
+
 def form_of(target: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
-    """The row of a call of a target in BY_TARGET."""
-    rows = BY_TARGET[target]
+    """The row of a call of a target in BY_TARGET or GRADIENT_BY_TARGET."""
+    rows = BY_TARGET.get(target) or GRADIENT_BY_TARGET[target]
     return rows[0] if len(rows) == 1 else next((form for form in rows if form.takes(args, kwargs)), rows[0])
 
 

@@ -7,8 +7,10 @@ from programs import LEGACY, call_graph, consolidated, modes
 from torch_batchnorm import FORMS, render
 from torch_batchnorm.decomps.forms import (
     BY_TARGET,
-    EXCLUDED,
+    GRADIENTS,
+    GRADS,
     BatchNorm,
+    Gradient,
     Mode,
     Statistics,
     _by_target,
@@ -20,20 +22,11 @@ HELPERS = ("_elemt", "_reduce", "_gather_stats", "_gather_stats_with_counts", "_
 SCHEMAS = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::") and "batch_norm" in s.name]
 
 
-def test_every_batch_norm_overload_of_aten_has_a_row_or_a_reasoned_exclusion():
+def test_every_batch_norm_overload_of_aten_has_a_row():
     helpers = {s.name for s in SCHEMAS if s.name.endswith(HELPERS) or "quantized" in s.name}
-    rows = {f.overload._schema.name + "." + f.overload._schema.overload_name for f in FORMS}
-    open_questions = [
-        str(s)
-        for s in SCHEMAS
-        if s.name not in helpers and s.name not in EXCLUDED and f"{s.name}.{s.overload_name}" not in rows
-    ]
+    rows = {f.overload._schema.name + "." + f.overload._schema.overload_name for f in (*FORMS, *GRADIENTS)}
+    open_questions = [str(s) for s in SCHEMAS if s.name not in helpers and f"{s.name}.{s.overload_name}" not in rows]
     assert open_questions == []
-
-
-def test_every_exclusion_exists_and_says_why():
-    assert set(EXCLUDED) <= {s.name for s in SCHEMAS}
-    assert all(len(reason.split()) > 3 for reason in EXCLUDED.values())
 
 
 def test_a_duplicate_row_is_an_error_that_names_both():
@@ -70,6 +63,24 @@ def test_row_reads_what_it_writes_by_position_and_by_keyword(form):
         out={role: f"into_{role}" for role in form.destinations},
     )
     args, kwargs = form.write(norm)
+    assert form.read(args, kwargs) == norm
+    schema = [a.name for a in form.overload._schema.arguments if not a.is_out]
+    assert form.read((), dict(zip(schema, args, strict=True)) | kwargs) == norm
+
+
+@pytest.mark.parametrize("form", GRADIENTS, ids=lambda f: f.name)
+def test_gradient_row_reads_what_it_writes_by_position_and_by_keyword(form):
+    values = {f: f for f in ("grad_out", "input", "weight", "running_mean", "running_var", "save_mean", "save_invstd")}
+    has = {name: name if name in form.arguments else None for name in ("reserve", "output_mask")}
+    norm = Gradient(
+        **values,
+        **{**has, "output_mask": has["output_mask"] or [True] * 3},
+        training=True,
+        eps="eps",
+        out={role: f"into_{role}" for role in form.destinations},
+    )
+    args, kwargs = form.write(norm)
+    assert len(form.roles) == len(form.overload._schema.returns) and form.roles == GRADS
     assert form.read(args, kwargs) == norm
     schema = [a.name for a in form.overload._schema.arguments if not a.is_out]
     assert form.read((), dict(zip(schema, args, strict=True)) | kwargs) == norm

@@ -20,21 +20,28 @@ import torch_batchnorm as tbn
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [
+    "Backend",
     "BatchNormError",
     "Consolidate",
     "Declined",
     "Edit",
+    "Explanation",
     "FORMS",
     "Form",
+    "InvalidBackend",
     "InvalidBatchNorm",
     "InvalidOutput",
     "InvalidProgram",
     "Report",
     "Result",
+    "backend",
     "consolidate",
+    "decomposition_table",
+    "explain_backend",
     "inspect",
     "ops",
     "render",
+    "select_backend",
 ]
 # A module imports only from layers after its own.
 LAYERS = ["cli", "files", "report", "render", "passes", "decomps", "errors"]

@@ -1,9 +1,16 @@
 """Batch norm in exported PyTorch graphs: one op family, exact rewrites, the kernel chosen when the program runs."""
 
 from torch_batchnorm.decomps import family as ops  # noqa: F401
+from torch_batchnorm.decomps.backend import Backend as Backend
+from torch_batchnorm.decomps.backend import Explanation as Explanation
+from torch_batchnorm.decomps.backend import backend as backend
+from torch_batchnorm.decomps.backend import explain_backend as explain_backend
+from torch_batchnorm.decomps.backend import select_backend as select_backend
 from torch_batchnorm.decomps.forms import FORMS as FORMS
 from torch_batchnorm.decomps.forms import Form as Form
+from torch_batchnorm.decomps.table import decomposition_table as decomposition_table
 from torch_batchnorm.errors import BatchNormError as BatchNormError
+from torch_batchnorm.errors import InvalidBackend as InvalidBackend
 from torch_batchnorm.errors import InvalidBatchNorm as InvalidBatchNorm
 from torch_batchnorm.errors import InvalidOutput as InvalidOutput
 from torch_batchnorm.errors import InvalidProgram as InvalidProgram

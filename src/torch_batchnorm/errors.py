@@ -19,3 +19,7 @@ class InvalidBatchNorm(BatchNormError, ValueError):
     def __init__(self, op: str, argument: str, found: str, expected: str) -> None:
         super().__init__(f"{op}: {argument} is {found}, expected {expected}")
         self.op, self.argument, self.found, self.expected = op, argument, found, expected
+
+
+class InvalidBackend(BatchNormError, ValueError):
+    """A backend was asked for that does not exist, is not installed, or cannot run a batch norm, with the rule."""

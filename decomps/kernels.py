@@ -1,0 +1,128 @@
+"""One library's kernel by overload, and the two that PyTorch's family lacks on devices other than the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table, meta_table
+from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
+from torch._subclasses.fake_impls import register_op_impl
+
+from torch_batchnorm.decomps.forms import (
+    BY_TARGET,
+    GRADIENT_BY_TARGET,
+    BatchNorm,
+    Form,
+    Gradient,
+    Statistics,
+)
+
+aten = torch.ops.aten
+
+# The overloads that are one library's kernel, forward and backward.
+PINNED = MappingProxyType(
+    {
+        "native": (aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
+        "cudnn": (aten.cudnn_batch_norm.default, aten.cudnn_batch_norm_backward.default),
+        "miopen": (aten.miopen_batch_norm.default, aten.miopen_batch_norm_backward.default),
+    }
+)
+
+
+def run_pinned(library: str, form: Form, record: BatchNorm | Gradient) -> Any:
+    """What a call of a form of the family returns, computed by one library's op. `library`: a key of PINNED."""
+    forward, backward = PINNED[library]
+    if isinstance(record, Gradient):
+        # No library has a backward of running statistics but PyTorch.
+        target = GRADIENT_BY_TARGET[backward if record.training else PINNED["native"][1]][0]
+        args, _ = target.write(record)
+        grads = target.overload(*args)
+        return tuple(g if asked else None for g, asked in zip(grads, record.output_mask, strict=True))
+    if form.statistics is Statistics.OUTPUTS:
+        record = replace(
+            record,
+            running_mean=record.running_mean.clone(),
+            running_var=record.running_var.clone(),
+        )
+    target = BY_TARGET[forward][0]
+    args, _ = target.write(record)
+    found = dict(zip(target.roles, target.overload(*args), strict=True))
+    found.setdefault("reserve", record.input.new_empty((0,), dtype=torch.uint8))
+    found |= {"new_running_mean": record.running_mean, "new_running_var": record.running_var}
+    for role, place in record.out.items():
+        _maybe_resize_out(place, found[role].shape)
+        found[role] = _safe_copy_out(copy_from=found[role], copy_to=place)
+    return tuple(found[role] for role in form.roles)
+
+
+# PyTorch's `_batch_norm_no_update` has one kernel, for the CPU, and refuses any other tensor; its `batch_norm_backward`
+# on CUDA picks cuDNN for running statistics too, whose gradient cuDNN does not have. Both are put right here.
+
+_NO_UPDATE = BY_TARGET[aten._batch_norm_no_update.default][0]
+_BACKWARD = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]
+
+
+def no_update(*args: Any) -> Any:
+    """`_batch_norm_no_update` on a device other than the CPU: by the op that eager PyTorch picks there in eval."""
+    norm = _NO_UPDATE.read(args, {})
+    tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    chosen = torch._C._select_batch_norm_backend(*tensors, False, norm.eps)
+    return run_pinned(chosen.name.lower(), _NO_UPDATE, norm)
+
+
+def _backward_on_cuda(original: Any) -> Any:
+    def backward(keys: Any, *args: Any) -> Any:
+        gradient = _BACKWARD.read(args, {})
+        return original.call_boxed(keys, *args) if gradient.training else run_pinned("native", _BACKWARD, gradient)
+
+    return backward
+
+
+# Fake tensors: PyTorch asks the CUDA driver how large cuDNN's reserve is, which fails where there is no driver, and
+# compares a dynamic batch with cuDNN's limit, which pins it.
+
+
+def _fake(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Shapes of a forward of the family: on CUDA by its schema alone when there is no driver to ask or a size is dynamic
+    (then the reserve, whose size only the driver knows, is [0]); what PyTorch says otherwise.
+    """
+    form = BY_TARGET[func][0]
+    norm = form.read(args, kwargs)
+    dynamic = any(type(size) is not int for size in norm.input.shape)
+    with fake_mode:
+        if norm.input.device.type != "cuda" or (torch.cuda.is_available() and not dynamic):
+            return decomposition_table[func](*args, **kwargs)
+        return _shapes(form, norm)
+
+
+def _shapes(form: Form, norm: BatchNorm) -> tuple[Tensor, ...]:
+    made = {role: torch.empty_like(norm.running_mean) for role in form.roles}
+    made["out"] = torch.empty_like(norm.input)
+    made["reserve"] = norm.input.new_empty((0,), dtype=torch.uint8)
+    return tuple(made[role] for role in form.roles)
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def register() -> None:
+    """Puts the missing kernels into PyTorch's dispatcher, once."""
+    for key in ("CUDA", "MPS", "XPU"):
+        _library.impl("_batch_norm_no_update", no_update, key)
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_backward", "CUDA") and torch.version.cuda:
+        original = torch.library.get_kernel("aten::batch_norm_backward", "CUDA")
+        _library.impl("batch_norm_backward", _backward_on_cuda(original), "CUDA", with_keyset=True)
+    for op in (
+        aten._batch_norm_with_update.default,
+        aten._batch_norm_with_update_functional.default,
+        aten._batch_norm_no_update.default,
+    ):
+        meta_table[op] = decomposition_table[op]  # a fake tensor asks a decomposition first, unless there is a meta
+        register_op_impl(op)(_fake)
+
+
+register()

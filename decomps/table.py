@@ -1,0 +1,122 @@
+"""Decomposition tables, derived from FORMS and GRADIENTS: batch norm to the op family in every tracing front end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._prims_common.wrappers import _safe_copy_out
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_batchnorm.decomps.forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics, family_form
+
+aten = torch.ops.aten
+Decomposition = Callable[..., Any]
+
+# The memory of a saved statistic -> the reserve that the family returned with it.
+Reserves = WeakIdKeyDictionary
+
+
+def decomposition_table() -> dict[OpOverload, Decomposition]:
+    """A decomposition table that lowers every batch norm to the op family, and its gradient with it.
+
+    It is honoured by `ExportedProgram.run_decompositions` (alone, or merged into
+    `torch.export.default_decompositions()`), `make_fx` with and without `pre_dispatch`, `aot_function`,
+    `aot_export_module` and any `torch.compile` backend that takes `decompositions`: it has a key for each overload that
+    one of them asks for. The result is what `consolidate` makes of the same program. In a joint graph the reserve goes
+    from the forward to its gradient; a table knows the forwards of its own traces, so take a new one for each.
+
+    What `consolidate` declines stays as it is: half a pair of statistics, eval without any, an empty batch in training,
+    the gradient of a forward that was not traced, and `_batch_norm_impl_index`, whose fifth output names a kernel.
+
+    Source: pytorch#116092; torch.fx.experimental.proxy_tensor for how a table is asked.
+
+    >>> program = torch.export.export(torch.nn.BatchNorm1d(3), (torch.randn(2, 3),))
+    >>> program = program.run_decompositions(decomposition_table())
+    >>> [n.name for n in program.graph.nodes if "batch_norm" in n.name]
+    ['_batch_norm_with_update_functional']
+    """
+    reserves = Reserves(ref_type=weakref.ref)
+    table: dict[OpOverload, Decomposition] = {}
+    for form in FORMS:
+        if form.dialect is not Dialect.FAMILY and "impl_index" not in form.roles:
+            table[form.overload] = _forward(form, reserves)
+    for form in GRADIENTS:
+        if form.dialect is not Dialect.FAMILY:
+            table[form.overload] = _gradient(form, reserves)
+    return table
+
+
+def _forward(form: Form, reserves: Reserves) -> Decomposition:
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        norm = form.read(args, kwargs)
+        stats = norm.running_mean is not None
+        empty = norm.training and guard_or_false(norm.input.numel() == 0)
+        if stats is not (norm.running_var is not None) or not (stats or norm.training) or empty:
+            return NotImplemented
+        found = _family(norm, in_place=stats and form.statistics is Statistics.IN_PLACE)
+        reserves[found["save_invstd"].untyped_storage()] = found["reserve"]
+        if not norm.training and form.statistics is Statistics.OUTPUTS:
+            found |= {"new_running_mean": norm.running_mean.clone(), "new_running_var": norm.running_var.clone()}
+        for role, place in norm.out.items():
+            found[role] = _written(place, found[role])
+        results = tuple(found[role] for role in form.roles)
+        return results if len(results) > 1 else results[0]
+
+    return lowered
+
+
+def _family(norm: BatchNorm, in_place: bool) -> dict[str, Any]:
+    """The family's outputs by role. What it cannot do without is filled in, in the dtype of what is there."""
+    like = next((t for t in (norm.weight, norm.bias, norm.running_mean) if t is not None), norm.input)
+    filled = {name: _FILLS[name](like, [norm.input.shape[1]]) for name in norm.missing}
+    statistics = Statistics.IN_PLACE if in_place else Statistics.OUTPUTS
+    target = family_form(norm.training, statistics if norm.training else Statistics.NONE, out=False)
+    args, _ = target.write(replace(norm, **filled, out={}))
+    return dict(zip(target.roles, target.overload(*args), strict=True))
+
+
+# The overloads, so that the traced node is the one that consolidation writes.
+_ONES, _ZEROS = aten.new_ones.default, aten.new_zeros.default
+_FILLS = {"weight": _ONES, "bias": _ZEROS, "running_mean": _ZEROS, "running_var": _ONES}
+
+
+def _written(place: Tensor, result: Tensor) -> Tensor:
+    if place.shape != result.shape:
+        place.resize_(result.shape)
+    return _safe_copy_out(copy_from=result, copy_to=place)
+
+
+def _gradient(form: Form, reserves: Reserves) -> Decomposition:
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        norm = form.read(args, kwargs)
+        reserve = norm.reserve
+        if reserve is None and norm.training and norm.save_invstd is not None:
+            reserve = reserves.get(norm.save_invstd.untyped_storage())
+        if reserve is None and norm.training or guard_or_false(norm.input.numel() == 0):
+            return NotImplemented
+        if reserve is None:
+            reserve = norm.input.new_empty((0,), dtype=torch.uint8)
+        weight = norm.weight
+        if weight is None:
+            like = norm.input if norm.save_invstd is None or not norm.training else norm.save_invstd
+            weight = (norm.running_mean if norm.running_mean is not None else like).new_ones((norm.input.shape[1],))
+        saved = {} if norm.training else {"save_mean": None, "save_invstd": None}
+        norm = replace(norm, weight=weight, reserve=reserve, **saved)
+        args, _ = _TARGET.write(norm)
+        grads: Sequence[Any] = _TARGET.overload(*args)
+        return tuple(
+            _written(norm.out[role], grad) if role in norm.out else grad
+            for role, grad in zip(_TARGET.roles, grads, strict=True)
+        )
+
+    return lowered
+
+
+_TARGET = next(form for form in GRADIENTS if form.dialect is Dialect.FAMILY)
