@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Build:
     def here(cls) -> Build:
         """This PyTorch."""
         has, hip = torch._C._has_cudnn, torch.version.hip is not None
-        version = torch.backends.cudnn.version() if has else None
+        version = torch.backends.cudnn.version() if has else None  # type: ignore[no-untyped-call]
         enabled = bool(torch.backends.cudnn.enabled)
         return cls(None if hip else version, (version or 0) if hip else None, enabled)
 
@@ -128,9 +129,9 @@ def _within(value: Any, limit: int) -> bool:
     return not statically_known_true(value > limit)
 
 
-def _size(value: Any, limit: int) -> str:
+def _size(value: Any, limit: int, where: str = "") -> str:
     known = type(value) is int or statically_known_true(value <= limit) or statically_known_true(value > limit)
-    return str(value) if known else f"{value}{_DYNAMIC}"
+    return f"{value}{where}" if known else f"{value}{where}{_DYNAMIC}"
 
 
 def _dtypes(call: Call) -> str:
@@ -194,7 +195,7 @@ CUDNN_RULES = (
     Rule("rank", lambda c: c.input.ndim, "3 or more", lambda c: c.input.ndim >= 3),
     Rule(
         "batch",
-        lambda c: _size(c.input.shape[0], _batch_limit(c)) + (" in training" if c.training else " in eval"),
+        lambda c: _size(c.input.shape[0], _batch_limit(c), " in training" if c.training else " in eval"),
         "at most 880801 in training, 65535 in eval",
         lambda c: _within(c.input.shape[0], _batch_limit(c)),
     ),
@@ -309,17 +310,16 @@ class _Forced(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or _blocks.innermost[-1] is not self:
+            return func(*args, **kwargs)
         rows = BY_TARGET.get(func) or GRADIENT_BY_TARGET.get(func)
         if self.backend is None or rows is None or rows[0].dialect is not Dialect.FAMILY:
             return func(*args, **kwargs)
         form = rows[0]
         record = form.read(args, kwargs)
-        place = record.input.device.type
-        traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-        if traced or isinstance(record.input, torch._subclasses.FakeTensor) or place == "meta":
+        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+        if traced or isinstance(record.input, torch._subclasses.FakeTensor) or record.input.is_meta:
             return func(*args, **kwargs)  # a graph keeps its choice for when it runs
-        if place != "cuda" and self.backend is Backend.NATIVE:
-            return func(*args, **kwargs)  # there is no other
         if form in BY_TARGET.get(func, ()):
             self._refuse_unless_possible(form.name, record)
         return run_pinned(self.backend.value, form, record)
@@ -361,8 +361,21 @@ def backend(choice: str | Backend) -> Iterator[None]:
             f"backend {name} was asked for, and PyTorch {torch.__version__} is built without it: "
             "install a build that has it, or ask for native or auto"
         )
-    with _Forced(chosen):
-        yield
+    mode = _Forced(chosen)
+    _blocks.innermost.append(mode)
+    try:
+        with mode:
+            yield
+    finally:
+        _blocks.innermost.pop()
 
 
+class _Blocks(threading.local):
+    """The blocks that this thread is in: the innermost one decides."""
+
+    def __init__(self) -> None:
+        self.innermost: list[_Forced] = []
+
+
+_blocks = _Blocks()
 _FORCEABLE = (Backend.NATIVE, Backend.CUDNN, Backend.MIOPEN)

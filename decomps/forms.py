@@ -162,7 +162,7 @@ class Form:
         absent = [a for a in (*self.arguments, *self.destinations.values()) if a not in given]
         if absent:
             raise KeyError(absent[0])
-        record = Gradient if self.roles == GRADS else BatchNorm
+        record: Any = Gradient if self.roles == GRADS else BatchNorm
         values = {f.name: given.get(f.name) for f in fields(record)}
         if self.mode is not Mode.FLAG:
             values["training"] = self.mode is Mode.TRAIN

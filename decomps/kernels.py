@@ -87,8 +87,8 @@ def _backward_on_cuda(original: Any) -> Any:
 
 
 def _fake(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Shapes of a forward of the family: on CUDA by its schema alone when there is no driver to ask or a size is dynamic
-    (then the reserve, whose size only the driver knows, is [0]); what PyTorch says otherwise.
+    """Shapes of a forward of the family: on CUDA by its schema alone when there is no driver to ask or a size is
+    dynamic (the reserve, whose size only the driver knows, is [0] then); what PyTorch says otherwise.
     """
     form = BY_TARGET[func][0]
     norm = form.read(args, kwargs)
@@ -106,7 +106,7 @@ def _shapes(form: Form, norm: BatchNorm) -> tuple[Tensor, ...]:
     return tuple(made[role] for role in form.roles)
 
 
-_library = torch.library.Library("aten", "IMPL")
+_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def register() -> None:

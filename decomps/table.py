@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common.wrappers import _safe_copy_out
+from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -87,9 +87,8 @@ _ONES, _ZEROS = aten.new_ones.default, aten.new_zeros.default
 _FILLS = {"weight": _ONES, "bias": _ZEROS, "running_mean": _ZEROS, "running_var": _ONES}
 
 
-def _written(place: Tensor, result: Tensor) -> Tensor:
-    if place.shape != result.shape:
-        place.resize_(result.shape)
+def _written(place: Tensor, result: Tensor) -> Any:
+    _maybe_resize_out(place, result.shape)
     return _safe_copy_out(copy_from=result, copy_to=place)
 
 
@@ -98,8 +97,8 @@ def _gradient(form: Form, reserves: Reserves) -> Decomposition:
         norm = form.read(args, kwargs)
         reserve = norm.reserve
         if reserve is None and norm.training and norm.save_invstd is not None:
-            reserve = reserves.get(norm.save_invstd.untyped_storage())
-        if reserve is None and norm.training or guard_or_false(norm.input.numel() == 0):
+            reserve = reserves.get(norm.save_invstd.untyped_storage())  # type: ignore[no-untyped-call]
+        if (reserve is None and norm.training) or guard_or_false(norm.input.numel() == 0):
             return NotImplemented
         if reserve is None:
             reserve = norm.input.new_empty((0,), dtype=torch.uint8)

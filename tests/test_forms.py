@@ -80,7 +80,8 @@ def test_gradient_row_reads_what_it_writes_by_position_and_by_keyword(form):
         out={role: f"into_{role}" for role in form.destinations},
     )
     args, kwargs = form.write(norm)
-    assert len(form.roles) == len(form.overload._schema.returns) and form.roles == GRADS
+    assert len(form.roles) == len(form.overload._schema.returns)
+    assert form.roles == GRADS
     assert form.read(args, kwargs) == norm
     schema = [a.name for a in form.overload._schema.arguments if not a.is_out]
     assert form.read((), dict(zip(schema, args, strict=True)) | kwargs) == norm

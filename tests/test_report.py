@@ -48,6 +48,8 @@ def test_an_entry_says_everything_there_is_to_say():
         "counter": "first.num_batches_tracked",
         "producer": "conv2d (aten.conv2d.default)",
         "consumers": ["relu (aten.relu.default)"],
+        "backend": None,
+        "why": None,
         "problem": "",
     }
     assert (second["affine"], second["weight"], second["consumers"]) == ("none", None, ["output"])

@@ -68,10 +68,13 @@ Source = Annotated[Path, typer.Argument(metavar="IN.pt2", help="A program writte
 def _inspect(
     source: Source,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Also tell the backend that each gets on this device (cuda, hip, ...), and why.")
+    ] = None,
 ) -> None:
     """List every batch norm of a program: form, mode, shape, state, neighbours."""
     with _step(f"Loading {source}"):
-        report = inspect(load(source).program)
+        report = inspect(load(source).program, device)
     if json:
         typer.echo(report.to_json())
     else:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import operator
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from torch_batchnorm.decomps.backend import explain_backend
+from torch_batchnorm.decomps.forms import FIELDS
+from torch_batchnorm.errors import InvalidBackend
 from torch_batchnorm.passes.program import Program, graphs_of, state_names
 from torch_batchnorm.passes.site import Site, find_sites
 from torch_batchnorm.render import table, target_of, text_of, type_of
@@ -51,6 +54,8 @@ class Entry:
     counter: str | None = None
     producer: str | None = None
     consumers: tuple[str, ...] = ()
+    backend: str | None = None
+    why: str | None = None
     problem: str = ""
 
 
@@ -79,7 +84,9 @@ class Report:
     def table(self) -> Any:
         """A rich table of the entries."""
         columns = ("node", "module", "form", "mode", "input", "eps", "momentum", "affine", "stats", "from", "to")
-        return table(self.summary(), columns, map(_row, self.entries))
+        asked = any(entry.backend for entry in self.entries)
+        rows = [(*_row(entry), *((entry.backend, entry.why) if asked else ())) for entry in self.entries]
+        return table(self.summary(), (*columns, *(("backend", "why") if asked else ())), rows)
 
     def __str__(self) -> str:
         return text_of(self.table()) if self.entries else self.summary()
@@ -96,12 +103,13 @@ def _row(entry: Entry) -> tuple[object, ...]:
     return (node, entry.module or None, form, mode, *shown)
 
 
-def inspect(program: Program) -> Report:
+def inspect(program: Program, device: str | None = None) -> Report:
     """A report with one entry for each batch norm of the program, forward, nested graphs included.
 
-    program: an ExportedProgram of any dialect, or a GraphModule. It is only read.
+    program: an ExportedProgram of any dialect, or a GraphModule. It is only read. device: also tell, for each, the
+    backend that it gets there ("cuda", "hip", "cpu", ...) once it is consolidated, and why.
 
-    Raises: InvalidProgram for anything else.
+    Raises: InvalidProgram for any other program, InvalidBackend for a device that PyTorch does not know.
 
     >>> exported = torch.export.export(torch.nn.BatchNorm1d(3).eval(), (torch.randn(2, 3),))
     >>> inspect(exported).summary()
@@ -110,7 +118,29 @@ def inspect(program: Program) -> Report:
     graphs = graphs_of(program)
     names = state_names(program)
     state = set(program.state_dict) if isinstance(program, ExportedProgram) else _state(program)
-    return Report(tuple(_entry(site, names, state) for site in find_sites(graphs)))
+    _known(device)
+    return Report(tuple(replace(_entry(s, names, state), **_backend(s, device)) for s in find_sites(graphs)))
+
+
+def _known(device: str | None) -> None:
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError:
+        raise InvalidBackend(f"found device {device!r}, expected one that PyTorch knows: cuda, hip, cpu, ...") from None
+
+
+def _backend(site: Site, device: str | None) -> dict[str, Any]:
+    """What the family runs on a device, for a site that it can be asked of."""
+    norm = site.norm
+    if device is None or norm is None or site.problem:
+        return {}
+    vals: dict[str, Any] = {f: getattr(getattr(norm, f), "meta", {}).get("val") for f in FIELDS[:5]}
+    if not isinstance(vals["input"], torch.Tensor):
+        return {"why": "the shape of its input is not known"}
+    like = next((v for f, v in vals.items() if f != "input" and v is not None), vals["input"])
+    tensors = {f: like if v is None and f != "input" else v for f, v in vals.items()}  # what is missing is filled in
+    found = explain_backend(**tensors, training=norm.training, eps=norm.eps, device=device)
+    return {"backend": found.backend.value, "why": f"{found.reason} ({found.note})" if found.note else found.reason}
 
 
 def _state(module: torch.nn.Module) -> set[str]:
