@@ -210,7 +210,24 @@ def runtime(quick: bool) -> Iterator[Bar]:
         yield Bar(f"ResNet-50 runs at the legacy speed ({name})", ours / legacy, 0.97, 1.03, detail)
 
 
-MEASURES = (linear, floor, pattern, decompositions, runtime)
+def ops(quick: bool) -> Iterator[Bar]:
+    """`tbn.ops.batch_norm_with_update` against the bare ATen call, on one thread."""
+    torch.set_num_threads(1)
+    for shape, limit, calls in (((8, 64, 4, 4), 2, 200), ((32, 64, 56, 56), 1.02, 1)):
+        x, ones, zeros = torch.randn(shape), torch.ones(shape[1]), torch.zeros(shape[1])
+        args = (x, ones, zeros, zeros.clone(), ones.clone(), 0.1, 1e-5)
+
+        def run(op: Any, args: Any = args, calls: int = calls) -> None:
+            for _ in range(calls):
+                op(*args)
+
+        pair = [lambda r=run, op=op: r(op) for op in (tbn.ops.batch_norm_with_update, aten._batch_norm_with_update)]
+        ours, theirs = paired(*pair, 20 if quick else 100)
+        detail = f"tbn.ops {ours / calls * 1e6:.1f} us, ATen {theirs / calls * 1e6:.1f} us"
+        yield Bar(f"tbn.ops.batch_norm_with_update over ATen, {shape}", ours / theirs, 0, limit, detail)
+
+
+MEASURES = (linear, floor, pattern, decompositions, runtime, ops)
 
 
 def main() -> int:

@@ -9,16 +9,14 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_methods_invocations import op_db
 
 import torch_batchnorm as tbn
 from programs import export, same
+from samples import DTYPES, NAMES, OPINFOS, every_sample, samples
 from torch_batchnorm import ops
 
 aten = torch.ops.aten
 TAIL = (0.1, 1e-5)
-NAMES = ("nn.functional.batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
-OPINFOS = {info.name: info for info in op_db if info.name in NAMES and not info.variant_test_name}
 
 
 def formula(x, w, b, mean, var, training, momentum, eps):
@@ -35,33 +33,6 @@ def formula(x, w, b, mean, var, training, momentum, eps):
     return y, mean, var
 
 
-def _spelled(name, sample):
-    """A sample of an OpInfo as (input, weight, bias, mean, var, training, momentum, eps)."""
-    if name == "nn.functional.batch_norm":
-        order = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-        given = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5} | sample.kwargs
-        given |= dict(zip(order, sample.args, strict=False))
-        return (sample.input, *(given[k] for k in ("weight", "bias", *order[:2], *order[4:])))
-    if len(sample.args) == 6:  # the family: no flag
-        return (sample.input, *sample.args[:4], True, *sample.args[4:])
-    if len(sample.args) == 5:  # no_stats
-        return (sample.input, *sample.args[:2], None, None, *sample.args[2:])
-    return (sample.input, *sample.args)
-
-
-def _samples(name, dtype):
-    torch.manual_seed(0)
-    for sample in OPINFOS[name].sample_inputs("cpu", dtype, requires_grad=False):
-        x, w, b, mean, var, training, momentum, eps = _spelled(name, sample)
-        momentum = 0.1 if momentum is None else momentum
-        if x.ndim < 2:  # ATen takes an empty one; [N, C] is what we ask for
-            with pytest.raises(tbn.InvalidBatchNorm, match=r"expected \[N, C, "):
-                ops.batch_norm_no_update(x, w, b, mean, var, momentum, eps)
-        elif (training and x.numel() != x.shape[1]) or (not training and mean is not None):
-            yield x, w, b, mean, var, training, momentum, eps
-
-
-DTYPES = sorted({(n, d) for n, info in OPINFOS.items() for d in info.dtypes if d.is_floating_point}, key=str)
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 2e-5, torch.float64: 1e-12}
 
 
@@ -70,9 +41,17 @@ def test_the_samples_are_pytorchs_own():
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
+def test_samples_of_lower_rank_are_refused(name, dtype):
+    for x, w, b, mean, var, _, *tail in every_sample(name, dtype):
+        if x.ndim < 2:  # ATen takes an empty one; [N, C] is what we ask for
+            with pytest.raises(tbn.InvalidBatchNorm, match=r"expected \[N, C, "):
+                ops.batch_norm_no_update(x, w, b, mean, var, *tail)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
 def test_samples_of_pytorch_equal_the_formula(name, dtype):
     compared = 0
-    for x, w, b, mean, var, training, *tail in _samples(name, dtype):
+    for x, w, b, mean, var, training, *tail in samples(name, dtype):
         y, new_mean, new_var = formula(x, w, b, mean, var, training, *tail)
         op = ops.batch_norm_with_update if training else ops.batch_norm_no_update
         stats = [None if t is None else t.clone() for t in (mean, var)]

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import torch_batchnorm as tbn
 from programs import LEGACY, claim_aten, export, legacy_left, native, same, state_of, step
+from samples import DTYPES, samples
 from torch_batchnorm.decomps.forms import FORMS, GRADIENTS, Dialect
 
 aten = torch.ops.aten
@@ -186,6 +187,35 @@ def test_a_compiled_step_computes_the_same_to_the_bit(training):
 )
 def test_every_row_has_a_key(form):
     assert (form.overload in tbn.decomposition_table()) is ("impl_index" not in form.roles)
+
+
+def _call_of(name, training, stats):
+    """A call of a sample's own op, as (x, w, b, mean, var, momentum, eps) -> outputs."""
+    if name == "nn.functional.batch_norm":
+        return lambda x, w, b, m, v, *tail: [nn.functional.batch_norm(x, m, v, w, b, training, *tail)]
+    if name == "native_batch_norm":
+        return lambda x, w, b, m, v, *tail: aten.native_batch_norm(x, w, b, m, v, training, *tail)
+    if name == "_batch_norm_with_update":
+        return aten._batch_norm_with_update
+    if not stats:
+        return lambda x, w, b, m, v, *tail: aten._native_batch_norm_legit(x, w, b, training, *tail)
+    return lambda x, w, b, m, v, *tail: aten._native_batch_norm_legit(x, w, b, m, v, training, *tail)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
+def test_samples_of_pytorch_are_lowered_to_the_same_numbers(name, dtype):
+    compared = 0
+    for x, w, b, mean, var, training, *tail in samples(name, dtype):
+        call = _call_of(name, training, mean is not None)
+        for pre_dispatch in (True, False):
+            given, ours, theirs = ([None if t is None else t.clone() for t in (x, w, b, mean, var)] for _ in range(3))
+            with torch.no_grad():
+                traced = make_fx(call, tbn.decomposition_table(), pre_dispatch=pre_dispatch)(*given, *tail)
+            assert set(_targets(traced)) <= FAMILY or x.numel() == 0
+            assert same(list(traced(*ours, *tail)), list(call(*theirs, *tail)))
+            assert same(ours, theirs)
+            compared += 1
+    assert compared > 0
 
 
 def test_what_consolidate_declines_stays():
