@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect
 from torch_batchnorm.decomps.kernels import run_pinned
-from torch_batchnorm.errors import InvalidBackend
+from torch_batchnorm.errors import InvalidChoice
 
 
 class Backend(Enum):
@@ -331,7 +331,7 @@ class _Forced(TorchFunctionMode):
         why = explain_backend(*tensors, norm.training, norm.eps)
         if why.backend is not self.backend:
             wanted = self.backend.value if self.backend else "auto"
-            raise InvalidBackend(f"{name} cannot run on {wanted}, which was asked for: {why}")
+            raise InvalidChoice(f"{name} cannot run on {wanted}, which was asked for: {why}")
 
 
 @contextmanager
@@ -344,7 +344,7 @@ def backend(choice: str | Backend) -> Iterator[None]:
     compiled (Inductor, AOTInductor) has its kernels already and is not affected. A program that AOTAutograd compiled
     for another backend runs its backward as a graph of its own: run that inside the block too.
 
-    Raises: InvalidBackend for an unknown choice, for a library that this PyTorch does not have, and at a batch norm
+    Raises: InvalidChoice for an unknown choice, for a library that this PyTorch does not have, and at a batch norm
     that the library cannot run, with the rule.
 
     >>> with backend("native"):
@@ -353,11 +353,11 @@ def backend(choice: str | Backend) -> Iterator[None]:
     names = [*(member.value for member in _FORCEABLE), "auto"]
     name = choice.value if isinstance(choice, Backend) else choice
     if name not in names:
-        raise InvalidBackend(f"found backend {name!r}, expected one of {', '.join(names)}")
+        raise InvalidChoice(f"found backend {name!r}, expected one of {', '.join(names)}")
     build, chosen = Build.here(), None if name == "auto" else Backend(name)
     installed = {Backend.CUDNN: build.cudnn, Backend.MIOPEN: build.miopen}
     if chosen in installed and installed[chosen] is None:
-        raise InvalidBackend(
+        raise InvalidChoice(
             f"backend {name} was asked for, and PyTorch {torch.__version__} is built without it: "
             "install a build that has it, or ask for native or auto"
         )

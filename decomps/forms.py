@@ -139,6 +139,15 @@ class Form:
         return dict(zip(self.roles, outs, strict=True)) if outs else {}
 
     @cached_property
+    def required(self) -> frozenset[str]:
+        """The tensors that a call cannot do without: those that the schema asks for, and all of the family's, which
+        crashes or cannot be traced without.
+        """
+        arguments = {self.names.get(a.name, a.name): str(a.type) for a in self.overload._schema.arguments}
+        tensors = [f for f in FIELDS[1:5] if f in arguments]
+        return frozenset(f for f in tensors if self.dialect is Dialect.FAMILY or arguments[f] == "Tensor")
+
+    @cached_property
     def hides_update(self) -> bool:
         """Whether the op writes its running statistics while its schema says that it does not."""
         written = [a.name for a in self.overload._schema.arguments if a.alias_info and a.alias_info.is_write]

@@ -60,7 +60,8 @@ def run_pinned(library: str, form: Form, record: BatchNorm | Gradient) -> Any:
 
 
 # PyTorch's `_batch_norm_no_update` has one kernel, for the CPU, and refuses any other tensor; its `batch_norm_backward`
-# on CUDA picks cuDNN for running statistics too, whose gradient cuDNN does not have. Both are put right here.
+# on CUDA picks cuDNN for running statistics too, whose gradient cuDNN does not have, and after a forward that left no
+# reserve. All of that is put right here.
 
 _NO_UPDATE = BY_TARGET[aten._batch_norm_no_update.default][0]
 _BACKWARD = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]
@@ -75,11 +76,27 @@ def no_update(*args: Any) -> Any:
 
 
 def _backward_on_cuda(original: Any) -> Any:
+    """`batch_norm_backward` on CUDA: PyTorch's own, but for what cuDNN cannot do."""
+
     def backward(keys: Any, *args: Any) -> Any:
         gradient = _BACKWARD.read(args, {})
-        return original.call_boxed(keys, *args) if gradient.training else run_pinned("native", _BACKWARD, gradient)
+        if not gradient.training or _lacks_reserve(gradient):
+            return run_pinned("native", _BACKWARD, gradient)
+        return original.call_boxed(keys, *args)
 
     return backward
+
+
+def _lacks_reserve(gradient: Gradient) -> bool:
+    """Whether cuDNN would be picked and has no reserve to read, as after a native forward, which saves the same."""
+    if gradient.reserve.numel():
+        return False
+    x, w, statistics = gradient.input, gradient.weight, (gradient.running_mean, gradient.running_var)
+    if None in statistics:
+        statistics = (w, w)  # the selection looks at whether they are there, and two are as good as none
+    bindings: Any = torch._C
+    chosen = bindings._select_batch_norm_backend(x, w, w, *statistics, True, gradient.eps)
+    return chosen.name == "Cudnn" and bool(bindings._get_cudnn_batch_norm_reserve_space_size(x, True))
 
 
 # Fake tensors: PyTorch asks the CUDA driver how large cuDNN's reserve is, which fails where there is no driver, and

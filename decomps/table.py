@@ -30,10 +30,11 @@ def decomposition_table() -> dict[OpOverload, Decomposition]:
     `torch.export.default_decompositions()`), `make_fx` with and without `pre_dispatch`, `aot_function`,
     `aot_export_module` and any `torch.compile` backend that takes `decompositions`: it has a key for each overload that
     one of them asks for. The result is what `consolidate` makes of the same program. In a joint graph the reserve goes
-    from the forward to its gradient; a table knows the forwards of its own traces, so take a new one for each.
+    from the forward to its gradient; a table knows the forwards of its own traces, so take a new one for each. A
+    gradient whose forward was not traced gets an empty one.
 
     What `consolidate` declines stays as it is: half a pair of statistics, eval without any, an empty batch in training,
-    the gradient of a forward that was not traced, and `_batch_norm_impl_index`, whose fifth output names a kernel.
+    and `_batch_norm_impl_index`, whose fifth output names a kernel.
 
     Source: pytorch#116092; torch.fx.experimental.proxy_tensor for how a table is asked.
 
@@ -98,7 +99,7 @@ def _gradient(form: Form, reserves: Reserves) -> Decomposition:
         reserve = norm.reserve
         if reserve is None and norm.training and norm.save_invstd is not None:
             reserve = reserves.get(norm.save_invstd.untyped_storage())  # type: ignore[no-untyped-call]
-        if (reserve is None and norm.training) or guard_or_false(norm.input.numel() == 0):
+        if guard_or_false(norm.input.numel() == 0):
             return NotImplemented
         if reserve is None:
             reserve = norm.input.new_empty((0,), dtype=torch.uint8)

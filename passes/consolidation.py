@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from torch_batchnorm.decomps.forms import BatchNorm, Dialect, Form, Statistics, family_form
+from torch_batchnorm.decomps.forms import (
+    GRADIENT_BY_TARGET,
+    BatchNorm,
+    Dialect,
+    Form,
+    Gradient,
+    Statistics,
+    family_form,
+)
 from torch_batchnorm.passes.mutation import Inputs
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of, is_functional
-from torch_batchnorm.passes.rewriting import write_site
-from torch_batchnorm.passes.site import Site, find_sites
+from torch_batchnorm.passes.rewriting import wire_reserve, write_gradient, write_site
+from torch_batchnorm.passes.site import Site, find_gradients, find_sites
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Consolidate:
-    """Rewrites every batch norm into `_batch_norm_with_update(_functional)` or `_batch_norm_no_update`.
+    """Rewrites every batch norm into `_batch_norm_with_update(_functional)` or `_batch_norm_no_update`, its gradient
+    into `batch_norm_backward`, with the reserve of its forward when that is in the graph.
 
     inplace: edit the given program instead of a copy that shares its weights.
 
@@ -39,16 +49,22 @@ class Consolidate:
         Raises: InvalidProgram for anything else.
         """
         inputs = Inputs(program) if isinstance(program, ExportedProgram) and is_functional(program) else None
-        if all(site.form.dialect is Dialect.FAMILY for site in find_sites(graphs_of(program))):
+        graphs = graphs_of(program)
+        if all(site.form.dialect is Dialect.FAMILY for site in chain(find_sites(graphs), find_gradients(graphs))):
             return Result(program)
-        draft, edits, declined = Draft(program, self.inplace), [], []
+        draft = Draft(program, self.inplace)
+        edits: list[Edit] = []
+        declined: list[Declined] = []
+        gradients = _gradients(draft, edits, declined)
         for site in find_sites(draft.graphs):
             plan = _plan(site, inputs)
             if isinstance(plan, Edit) and site.norm is not None:
                 edits.append(plan)
-                write_site(draft, site, site.norm, _target(site.form, site.norm, draft.functional))
+                write_site(draft, site, site.norm, family_target(site.form, site.norm, draft.functional))
             elif isinstance(plan, Declined):
                 declined.append(plan)
+        for call, norm in gradients:
+            wire_reserve(draft, call, norm)
         return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
 
 
@@ -68,6 +84,30 @@ def consolidate(program: Any, *, inplace: bool = False) -> Any:
     return Consolidate(inplace=inplace)(program).program
 
 
+def _gradients(draft: Draft, edits: list[Edit], declined: list[Declined]) -> list[tuple[Node, Gradient]]:
+    """Rewrites every gradient, ahead of the forwards, whose impl_index and vendor's reserve then are free; returns
+    those that have no reserve yet.
+    """
+    unwired = []
+    for site in find_gradients(draft.graphs):
+        if site.form.dialect is Dialect.FAMILY:
+            continue
+        reason = site.problem
+        if site.form.destinations:
+            reason = "it writes to its out arguments, which the family's gradient does not have"
+        if reason or site.norm is None:
+            declined.append(Declined(site.name, site.module, site.form.name, reason))
+            continue
+        edits.append(Edit(site.name, site.module, site.form.name, _GRADIENT.name))
+        call = write_gradient(draft, site, site.norm, _GRADIENT)
+        if site.norm.reserve is None:
+            unwired.append((call, site.norm))
+    return unwired
+
+
+_GRADIENT = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]
+
+
 # Plan: what becomes of each site.
 
 
@@ -81,11 +121,11 @@ def _plan(site: Site, inputs: Inputs | None) -> Edit | Declined | None:
     reason = site.problem or _obstacle(site, inputs)
     if reason or site.norm is None:
         return Declined(site.name, site.module, site.form.name, reason)
-    target = _target(site.form, site.norm, inputs is not None)
+    target = family_target(site.form, site.norm, inputs is not None)
     return Edit(site.name, site.module, site.form.name, target.name)
 
 
-def _target(form: Form, norm: BatchNorm, functional: bool) -> Form:
+def family_target(form: Form, norm: BatchNorm, functional: bool) -> Form:
     """The family's row for a record: in place where the form writes and the program may, else functional."""
     out = bool(form.destinations)
     if not norm.training:

@@ -31,21 +31,25 @@ class Inputs:
         A new value takes the place of the statistic in every later reader. So nothing else may share its memory, which
         is where the write was seen; of user inputs that cannot be known.
         """
-        writes = f"it writes to {statistic.name}"
         if site.path:
-            return f"{writes} inside nested graph {site.path}, which cannot hand the new value out"
+            return f"it writes to {statistic.name} inside nested graph {site.path}, which cannot hand the new value out"
         if sum(getattr(site.norm, name) is statistic for name in FIELDS[:5]) > 1:
-            return f"{writes}, which is another of its arguments too"
-        readers = list(statistic.users)
-        if statistic.op == "placeholder":
-            kind = self.specs[statistic.name].kind if statistic.name in self.specs else InputKind.USER_INPUT
+            return f"it writes to {statistic.name}, which is another of its arguments too"
+        return self.shared(statistic, site.node)
+
+    def shared(self, written: Node, writer: Node) -> str:
+        """Why a new value cannot take the place of what a node writes to: something else may see that memory."""
+        writes = f"it writes to {written.name}"
+        readers = [user for user in written.users if user is not writer]
+        if written.op == "placeholder":
+            kind = self.specs[written.name].kind if written.name in self.specs else InputKind.USER_INPUT
             if kind not in MUTATIONS:
                 return f"{writes}, a {kind.name}, whose mutation a signature cannot list"
-            if twins := self._sharing.get(statistic.name):
+            if twins := self._sharing.get(written.name):
                 return f"{writes}, whose memory {twins[0]} shares"
         else:
-            readers.append(statistic)
-        aliases = [node for node in readers if _may_alias(node)]
+            readers.append(written)
+        aliases = [node for node in readers if may_alias(node)]
         return f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else ""
 
     @cached_property
@@ -61,12 +65,12 @@ class Inputs:
         return {name: [n for n in names if n != name] for names in by_memory.values() for name in names}
 
 
-def _may_alias(node: Node) -> bool:
+def may_alias(node: Node) -> bool:
     """Whether a node's result may share memory with one of its inputs: unless the op is known to make its own."""
     if node.op == "output" or node.target in BY_TARGET:
         return False
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        return isinstance(node.args[0].meta.get("val"), torch.Tensor) or _may_alias(node.args[0])
+        return isinstance(node.args[0].meta.get("val"), torch.Tensor) or may_alias(node.args[0])
     if not isinstance(node.target, OpOverload):
         return True
     declared = any(returned.alias_info is not None for returned in node.target._schema.returns)

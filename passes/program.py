@@ -10,6 +10,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch._export.verifier import TrainingIRVerifier, Verifier
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.exported_program import _create_graph_module_for_export
@@ -34,9 +35,10 @@ MUTATIONS = {
     InputKind.BUFFER: OutputKind.BUFFER_MUTATION,
     InputKind.USER_INPUT: OutputKind.USER_INPUT_MUTATION,
 }
-_BEFORE_RESULTS = {*MUTATIONS.values(), OutputKind.TOKEN}
+_MUTATED = set(MUTATIONS.values())
 if hasattr(OutputKind, "PARAMETER_MUTATION"):  # newer than torch 2.9
-    _BEFORE_RESULTS.add(OutputKind.PARAMETER_MUTATION)
+    _MUTATED.add(OutputKind.PARAMETER_MUTATION)
+_BEFORE_RESULTS = {*_MUTATED, OutputKind.TOKEN}
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class Draft:
         self._inputs = input_specs(program)
         self._listed = set() if self.signature is None else {(o.kind, o.target) for o in self.signature.output_specs}
         self._unlisted: dict[Node, tuple[OutputKind, str]] = {}
+        self.verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
+        self._unchecked = False  # whether the dialect or the signature's mutations changed
         self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def fake(self, like: torch.Tensor, size: int | torch.SymInt, dtype: torch.dtype) -> torch.Tensor:
@@ -159,6 +163,33 @@ class Draft:
         mutation = MUTATIONS[spec.kind], str(spec.target if spec.kind is InputKind.BUFFER else node.name)
         return None if mutation in self._listed else mutation
 
+    def become(self, functional: bool) -> None:
+        """Changes the dialect: to functional (ATEN), which lists mutations, or to training IR, which has none."""
+        self.functional, self.verifiers = functional, [Verifier if functional else TrainingIRVerifier]
+        self._unchecked = True
+
+    def mutations(self) -> list[tuple[Node, Node]]:
+        """What the signature lists as mutations: the placeholder, and the node of its new value."""
+        if self.signature is None:
+            return []
+        graph = self.graphs[0][1]
+        placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        named = {spec.target: placeholders[name] for name, spec in self._inputs.items() if spec.target}
+        values: Any = graph.output_node().args[0]
+        pairs = zip(self.signature.output_specs, values, strict=True)
+        return [(named.get(s.target) or placeholders[str(s.target)], v) for s, v in pairs if s.kind in _MUTATED]
+
+    def drop_mutations(self) -> None:
+        """Takes the mutation outputs out of the graph and the signature."""
+        if self.signature is None:
+            return
+        output = self.graphs[0][1].output_node()
+        values: Any = output.args[0]
+        kept = [(s, v) for s, v in zip(self.signature.output_specs, values, strict=True) if s.kind not in _MUTATED]
+        output.args = (tuple(v for _, v in kept),)
+        self.signature = ExportGraphSignature(list(self.signature.input_specs), [s for s, _ in kept])
+        self._listed = set()
+
     def _list_mutations(self) -> None:
         """Writes the new mutations into output node and signature, before what the program returns."""
         if self.signature is None:
@@ -182,7 +213,7 @@ class Draft:
         """
         self._list_mutations()
         built = self._built_inplace() if self.inplace else self._built_copy()
-        if self._unlisted and isinstance(built, ExportedProgram):
+        if (self._unlisted or self._unchecked) and isinstance(built, ExportedProgram):
             built.validate()  # type: ignore[no-untyped-call]
         return built
 
@@ -192,6 +223,7 @@ class Draft:
             module.recompile()
         if isinstance(self.program, ExportedProgram):
             self.program._graph_signature = self.signature  # type: ignore[assignment]
+            self.program._verifiers = self.verifiers
         return self.program
 
     def _built_copy(self) -> Program:
@@ -209,6 +241,7 @@ class Draft:
         program._graph_module = _create_graph_module_for_export(holder, graph)  # type: ignore[no-untyped-call]
         program._graph_module.meta.update(self.top.meta)
         program._graph_signature = self.signature  # type: ignore[assignment]
+        program._verifiers = self.verifiers
         program._state_dict = copy.copy(self.program.state_dict)
         program._constants = copy.copy(self.program.constants)
         program._range_constraints = copy.copy(self.program.range_constraints)

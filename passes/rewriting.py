@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_batchnorm.decomps.forms import UPDATED, BatchNorm, Form, Mode, Statistics
+from torch_batchnorm.decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
 from torch_batchnorm.passes.program import Draft, empty_val
 from torch_batchnorm.passes.site import NEUTRAL, ORIGIN, Site
 
@@ -18,39 +18,129 @@ aten = torch.ops.aten
 
 
 def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
-    """Replaces the site's call by `norm` spelled as `target`.
+    """Replaces the call of a forward by `norm` spelled as `target`.
 
     Every output keeps its node: name, users and metadata. A form that returns one tensor turns into a read of the new
-    call; the new call takes the old one's place and metadata. What the target cannot do without is filled in, what it
-    does not return is rebuilt, and statistics that a functional program wrote in place become mutation outputs.
+    call, and back; the new call takes the old one's place and metadata. What the target cannot do without is filled in,
+    what it does not return is rebuilt. Statistics that were written in place and now are returned are handed on, in a
+    functional program as mutation outputs; returned ones that are written in place now are read there.
     """
     node = site.node
     with node.graph.inserting_before(node):
-        filled = {name: _fill(norm, node, name) for name in norm.missing}
+        filled = {name: _fill(norm, node, name) for name in norm.missing if name in target.required}
         spelled = (
             replace(norm, **filled, out=_destinations(norm, node, target)) if filled or target.destinations else norm
         )
         args, kwargs = target.write(spelled)
-        call = _call(node.graph, target.overload, args, kwargs)
-    call.meta = _meta(draft, site, spelled, target, tuple(filled))
-    # What eval saves has another shape on CPU than elsewhere: where it is read, it is rebuilt in one.
-    read = ("out", "reserve") if target.mode is Mode.EVAL and not target.destinations else target.roles
+        call = _placed(site, target, args, kwargs)
+    call.meta = _meta(draft, site, call, spelled, target, tuple(filled))
+    read = roles_kept(site.form, norm, target)
     last = call
     for role, holders in site.outputs.items():
         for holder in holders:
-            if role in read:
+            if holder is call:
+                continue
+            if role in read and target.roles == OUT:
+                holder.replace_all_uses_with(call)
+                node.graph.erase_node(holder)
+            elif role in read:
                 _become(holder, operator.getitem, (call, target.roles.index(role)))
+            elif holder.users and role in UPDATED and norm.training:
+                holder.replace_all_uses_with(norm.running_mean if role == UPDATED[0] else norm.running_var)
+                node.graph.erase_node(holder)
             elif holder.users:
                 last.append(holder)  # to right behind the call: there the statistics still are what it read
                 last = holder
                 _REBUILT[role](holder, spelled)
             else:
                 node.graph.erase_node(holder)
-    if node.target is not operator.getitem:
-        node.graph.erase_node(node)
-    hidden = site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None
-    if hidden and target.statistics is Statistics.OUTPUTS:
+    if node is not call and node.target is not operator.getitem:
+        _erase(node)
+    writes = site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None
+    if writes and norm.training and target.statistics is Statistics.OUTPUTS:
         _list_updates(draft, call, norm, target)
+
+
+def write_gradient(draft: Draft, site: Site, norm: Gradient, target: Form) -> Node:
+    """Replaces the call of a gradient by `norm` spelled as `target`, and returns the new call.
+
+    A missing weight is filled in where the target asks for one; a missing reserve is left for `wire_reserve`.
+    """
+    node = site.node
+    with node.graph.inserting_before(node):
+        filled = norm.weight is None and "weight" in target.required
+        weight = _fill(norm, node, "weight") if filled else norm.weight
+        args, kwargs = target.write(replace(norm, weight=weight))
+        call = _call(node.graph, target.overload, args, kwargs)
+    call.meta = dict(node.meta)
+    custom = {key: value for key, value in (call.meta.get("custom") or {}).items() if key != ORIGIN}
+    if filled:
+        custom[ORIGIN] = {"form": site.form.name, "filled": ["weight"]}
+    if custom or "custom" in call.meta:
+        call.meta["custom"] = custom
+    for holders in site.outputs.values():
+        for holder in holders:
+            holder.args = (call, holder.args[1])
+    _erase(node)
+    return call
+
+
+_FILLS = (aten.new_ones.default, aten.new_zeros.default, aten.full.default, aten.new_empty.default, aten.sym_size.int)
+
+
+def _erase(node: Node) -> None:
+    """Erases a node, and what had been filled in for it alone."""
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        if not operand.users and operand.target in _FILLS:
+            _erase(operand)
+
+
+def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
+    """Hands a gradient of the family the reserve of its forward when that is of the family too, else an empty one."""
+    source = norm.save_invstd
+    while getattr(source, "target", None) in (aten.detach.default, aten.alias.default):
+        source = source.args[0]
+    made = source.args[0] if getattr(source, "target", None) is operator.getitem else None
+    forward = BY_TARGET.get(getattr(made, "target", None), (None,))[0]  # type: ignore[arg-type]
+    if made is not None and forward is not None and forward.dialect is Dialect.FAMILY:
+        index = forward.roles.index("reserve")
+        held = [n for n in made.users if n.target is operator.getitem and n.args[1] == index]
+        if not held:
+            with call.graph.inserting_after(made):
+                held = [call.graph.call_function(operator.getitem, (made, index))]
+            vals = made.meta.get("val")
+            held[0].meta = _carried(made, None if vals is None else vals[index])
+        reserve = held[0]
+    else:
+        with call.graph.inserting_before(call):
+            reserve = _call(call.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
+        val = _val(norm.input)
+        reserve.meta = _carried(call, None if val is None else draft.fake(val, 0, torch.uint8))
+    call.args = (*call.args[:-1], reserve)
+
+
+def roles_kept(form: Form, norm: BatchNorm, target: Form) -> tuple[str, ...]:
+    """The outputs of a form that a call of the target returns as they are.
+
+    What the family saves in eval has another shape on CPU than elsewhere: there a legacy form's are rebuilt in one.
+    """
+    if not norm.training and not target.destinations and target.dialect is Dialect.FAMILY is not form.dialect:
+        return ("out", "reserve")
+    return target.roles
+
+
+def _placed(site: Site, target: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """The new call, in the old one's place. A target that returns one tensor takes over the node that held it."""
+    node = site.node
+    holders = site.outputs.get("out", []) if len(site.form.roles) > 1 else []
+    if target.roles != OUT or not holders:
+        return _call(node.graph, target.overload, args, kwargs)
+    node.prepend(holders[0])
+    _become(holders[0], target.overload, args)
+    holders[0].kwargs = kwargs
+    return holders[0]
 
 
 def _call(graph: Graph, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
@@ -86,9 +176,10 @@ def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor 
     return None if val is None else empty_val(val, val.shape if shape is None else shape, val.dtype)
 
 
-def _fill(norm: BatchNorm, node: Node, name: str) -> Node:
+def _fill(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
     """The neutral [C] tensor for a missing weight, bias or statistic, of the dtype of those that are there."""
-    like = next((t for t in (norm.weight, norm.bias, norm.running_mean) if t is not None), norm.input)
+    there = (getattr(norm, field, None) for field in ("weight", "bias", "running_mean"))
+    like = next((tensor for tensor in there if tensor is not None), norm.input)
     input_val, graph = _val(norm.input), node.graph
     channels: Any = None if input_val is None else input_val.shape[1]
     size = channels
@@ -112,27 +203,34 @@ def _destinations(norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
     return {**norm.out, **made}
 
 
-def _meta(draft: Draft, site: Site, spelled: BatchNorm, target: Form, filled: tuple[str, ...]) -> dict[str, Any]:
+def _meta(
+    draft: Draft, site: Site, call: Node, spelled: BatchNorm, target: Form, filled: tuple[str, ...]
+) -> dict[str, Any]:
     """The call's metadata: the old node's, the values of the new outputs, and what was filled in, for the way back."""
     old = site.node.meta.get("val")
     known = dict(zip(site.form.roles, old if isinstance(old, tuple | list) else (old,), strict=False))
-    vals = (
-        None if known.get("out") is None else tuple(_output_val(draft, known, spelled, target, r) for r in target.roles)
-    )
-    meta = _carried(site.node, vals)
-    if filled:
-        meta["custom"] = {**(meta.get("custom") or {}), ORIGIN: {"form": site.form.name, "filled": list(filled)}}
+    vals: Any = None
+    if known.get("out") is not None:
+        vals = tuple(_output_val(draft, known, spelled, target, role) for role in target.roles)
+    single = target.roles == OUT and vals is not None
+    meta = _carried(call if target.roles == OUT and call.meta else site.node, vals[0] if single else vals)
+    custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != ORIGIN}
+    if filled and target.dialect is Dialect.FAMILY:
+        custom[ORIGIN] = {"form": site.form.name, "filled": list(filled)}
+    if custom or "custom" in meta:
+        meta["custom"] = custom
     return meta
 
 
 def _output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: Form, role: str) -> torch.Tensor:
-    if role in known and (target.mode is Mode.TRAIN or role == "out"):
+    if role in known and (spelled.training or role == "out"):
         return known[role]  # type: ignore[no-any-return]
     out = known["out"]
     if role == "reserve":
         return draft.fake(out, 0, torch.uint8)
-    statistic = _val(spelled.running_mean)
-    unsaved = target.mode is Mode.EVAL and out.device.type == "cpu"
+    like = next((t for t in (spelled.running_mean, spelled.weight, spelled.bias) if t is not None), None)
+    statistic = None if like is None else _val(like)
+    unsaved = not spelled.training and out.device.type == "cpu"
     return draft.fake(out, 0 if unsaved else out.shape[1], out.dtype if statistic is None else statistic.dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_batchnorm.decomps.forms import BY_TARGET, BatchNorm, Dialect, Form, form_of
+from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, form_of
 
 # Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated.
 ORIGIN = "torch_batchnorm"
@@ -21,10 +21,10 @@ NEUTRAL = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One batch-norm node.
+    """One batch-norm node, forward (`find_sites`) or gradient (`find_gradients`).
 
     node: the call. path: dotted path of the nested graph it lies in, empty at the top.
-    form, norm: the row it was read by, and what it says; norm is None when it cannot be read.
+    form, norm: the row it was read by, and the BatchNorm or Gradient that it says; norm is None when it cannot be read.
     outputs: for each output role in use, the nodes that hold that output (the node itself when the op returns one
     tensor). problem: why the site cannot be read, empty when it can.
     """
@@ -32,7 +32,7 @@ class Site:
     node: Node
     path: str
     form: Form
-    norm: BatchNorm | None
+    norm: Any
     outputs: dict[str, list[Node]] = field(default_factory=dict)
     problem: str = ""
 
@@ -64,6 +64,33 @@ def find_sites(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
             yield read_site(node, path)
 
 
+def find_gradients(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
+    """Every gradient of a batch norm, as `find_sites` finds the forwards."""
+    for path, graph in graphs:
+        found = [node for target in GRADIENT_BY_TARGET for node in graph.find_nodes(op="call_function", target=target)]
+        for node in sorted(found):
+            yield _read_gradient(node, path)
+
+
+def _read_gradient(node: Node, path: str) -> Site:
+    form = form_of(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+    try:
+        norm: Gradient = form.read(node.args, node.kwargs)
+    except KeyError as absent:
+        return Site(node, path, form, None, problem=f"argument {absent.args[0]} is missing from the call")
+    if form.dialect is Dialect.FAMILY and "weight" in _filled(node) and is_fill(norm.weight, NEUTRAL["weight"]):
+        norm = replace(norm, weight=None)
+    outputs, problem = _outputs(node, form)
+    if type(norm.training) is not bool or type(norm.eps) not in (float, int):
+        problem = problem or f"{_found(norm.training)}, {_found(norm.eps)} are its mode and eps, not literals"
+    return Site(node, path, form, norm, outputs, problem)
+
+
+def _filled(node: Node) -> list[str]:
+    """What the call's note says was filled in."""
+    return ((node.meta.get("custom") or {}).get(ORIGIN) or {}).get("filled") or []
+
+
 def read_site(node: Node, path: str = "") -> Site:
     """The site of a call of one of the overloads in FORMS."""
     form = form_of(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
@@ -81,9 +108,8 @@ def _as_it_was(node: Node, form: Form, norm: BatchNorm) -> BatchNorm:
     The note of what was filled in travels with metadata, and metadata is copied freely: it counts only on a call of the
     family, and only for an operand that is the constant that was filled in.
     """
-    origin = (node.meta.get("custom") or {}).get(ORIGIN) if form.dialect is Dialect.FAMILY else None
-    filled = [f for f in (origin or {}).get("filled", ()) if is_fill(getattr(norm, f), NEUTRAL[f])]
-    absent: dict[str, Any] = dict.fromkeys(filled)
+    noted = _filled(node) if form.dialect is Dialect.FAMILY else ()
+    absent: dict[str, Any] = dict.fromkeys(f for f in noted if is_fill(getattr(norm, f), NEUTRAL[f]))
     return replace(norm, **absent)
 
 

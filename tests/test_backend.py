@@ -1,6 +1,7 @@
 """Which kernel runs: our rules against PyTorch's own choice, the words they are explained in, and forcing one."""
 
 import threading
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -295,10 +296,10 @@ def test_nothing_is_pinned_in_what_is_traced_inside_the_block():
 
 @NO_CUDA
 def test_what_is_not_there_is_a_clear_error():
-    with pytest.raises(tbn.InvalidBackend, match="found backend 'mkl', expected one of native, cudnn, miopen, auto"):
+    with pytest.raises(tbn.InvalidChoice, match="found backend 'mkl', expected one of native, cudnn, miopen, auto"):
         tbn.backend("mkl").__enter__()
     for name in ("cudnn", Backend.MIOPEN):
-        with pytest.raises(tbn.InvalidBackend, match="is built without it: install a build that has it"):
+        with pytest.raises(tbn.InvalidChoice, match="is built without it: install a build that has it"):
             tbn.backend(name).__enter__()
 
 
@@ -307,7 +308,7 @@ def test_a_batch_norm_that_the_library_cannot_run_is_an_error_with_the_rule(monk
     monkeypatch.setattr(Build, "here", classmethod(lambda _: CUDNN))
     with (
         tbn.backend("cudnn"),
-        pytest.raises(tbn.InvalidBackend, match="cannot run on cudnn, which was asked for: cpu: device is cpu"),
+        pytest.raises(tbn.InvalidChoice, match="cannot run on cudnn, which was asked for: cpu: device is cpu"),
     ):
         op(*args)
 
@@ -345,8 +346,15 @@ def test_the_gradient_of_running_statistics_on_cuda_is_pytorchs():
     tail = (eps, [True, True, True], reserve)
     found = kernel("keys", torch.ones_like(x), x, w, mean, var, None, None, False, *tail)
     assert same(found, aten.batch_norm_backward(torch.ones_like(x), x, w, mean, var, None, None, False, *tail))
-    kernel("keys", torch.ones_like(x), x, w, mean, var, mean, var, True, *tail)
+    in_training = (torch.ones_like(x), x, w, mean, var, mean, var, True)
+    kernel("keys", *in_training, *tail)
     assert calls == ["keys"]
+    cudnn = {"_select_batch_norm_backend": lambda *_: torch._C._BatchNormBackend.Cudnn}
+    size = {"_get_cudnn_batch_norm_reserve_space_size": lambda *_: 64}
+    with patch.multiple(torch._C, **cudnn, **size):  # native saved what cuDNN would, and left no reserve
+        assert same(kernel("keys", *in_training, *tail), aten.batch_norm_backward(*in_training, *tail))
+        kernel("keys", *in_training, *tail[:-1], torch.empty(64, dtype=torch.uint8))
+    assert calls == ["keys"] * 2
 
 
 @pytest.mark.parametrize("library", kernels.PINNED)

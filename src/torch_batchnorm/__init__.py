@@ -10,12 +10,15 @@ from torch_batchnorm.decomps.forms import FORMS as FORMS
 from torch_batchnorm.decomps.forms import Form as Form
 from torch_batchnorm.decomps.table import decomposition_table as decomposition_table
 from torch_batchnorm.errors import BatchNormError as BatchNormError
-from torch_batchnorm.errors import InvalidBackend as InvalidBackend
 from torch_batchnorm.errors import InvalidBatchNorm as InvalidBatchNorm
+from torch_batchnorm.errors import InvalidChoice as InvalidChoice
 from torch_batchnorm.errors import InvalidOutput as InvalidOutput
 from torch_batchnorm.errors import InvalidProgram as InvalidProgram
 from torch_batchnorm.passes.consolidation import Consolidate as Consolidate
 from torch_batchnorm.passes.consolidation import consolidate as consolidate
+from torch_batchnorm.passes.legalization import TARGETS as TARGETS
+from torch_batchnorm.passes.legalization import Legalize as Legalize
+from torch_batchnorm.passes.legalization import legalize as legalize
 from torch_batchnorm.passes.program import Declined as Declined
 from torch_batchnorm.passes.program import Edit as Edit
 from torch_batchnorm.passes.program import Result as Result

@@ -21,5 +21,5 @@ class InvalidBatchNorm(BatchNormError, ValueError):
         self.op, self.argument, self.found, self.expected = op, argument, found, expected
 
 
-class InvalidBackend(BatchNormError, ValueError):
-    """A backend was asked for that does not exist, is not installed, or cannot run a batch norm, with the rule."""
+class InvalidChoice(BatchNormError, ValueError):
+    """A backend, device or target was asked for that does not exist, is not installed, or cannot run a batch norm."""

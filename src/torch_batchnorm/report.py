@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from torch_batchnorm.decomps.backend import explain_backend
 from torch_batchnorm.decomps.forms import FIELDS
-from torch_batchnorm.errors import InvalidBackend
+from torch_batchnorm.errors import InvalidChoice
 from torch_batchnorm.passes.program import Program, graphs_of, state_names
 from torch_batchnorm.passes.site import Site, find_sites
 from torch_batchnorm.render import table, target_of, text_of, type_of
@@ -109,7 +109,7 @@ def inspect(program: Program, device: str | None = None) -> Report:
     program: an ExportedProgram of any dialect, or a GraphModule. It is only read. device: also tell, for each, the
     backend that it gets there ("cuda", "hip", "cpu", ...) once it is consolidated, and why.
 
-    Raises: InvalidProgram for any other program, InvalidBackend for a device that PyTorch does not know.
+    Raises: InvalidProgram for any other program, InvalidChoice for a device that PyTorch does not know.
 
     >>> exported = torch.export.export(torch.nn.BatchNorm1d(3).eval(), (torch.randn(2, 3),))
     >>> inspect(exported).summary()
@@ -126,7 +126,7 @@ def _known(device: str | None) -> None:
     try:
         torch.device(device or "cpu")
     except RuntimeError:
-        raise InvalidBackend(f"found device {device!r}, expected one that PyTorch knows: cuda, hip, cpu, ...") from None
+        raise InvalidChoice(f"found device {device!r}, expected one that PyTorch knows: cuda, hip, cpu, ...") from None
 
 
 def _backend(site: Site, device: str | None) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""Legalize: every batch norm as one consumer takes it, from any form, the op family included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from torch_batchnorm.decomps.backend import Backend, explain_backend
+from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS, GRADIENT_BY_TARGET, Form, Statistics
+from torch_batchnorm.errors import InvalidChoice
+from torch_batchnorm.passes.consolidation import family_target
+from torch_batchnorm.passes.dialect import to_functional, to_training
+from torch_batchnorm.passes.mutation import Inputs
+from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, is_functional, top_module
+from torch_batchnorm.passes.rewriting import roles_kept, write_gradient, write_site
+from torch_batchnorm.passes.site import Site, find_gradients, find_sites
+
+aten = torch.ops.aten
+
+
+def _row(overload: Any) -> Form:
+    return (BY_TARGET.get(overload) or GRADIENT_BY_TARGET[overload])[0]
+
+
+def _family(site: Site, functional: bool) -> Form:
+    return family_target(site.form, site.norm, functional)
+
+
+def _core(site: Site, functional: bool) -> Form:
+    """What `run_decompositions()` emits; where the program may write in place, the op that admits its write."""
+    norm = site.norm
+    if not norm.training:
+        return _row(aten._native_batch_norm_legit_no_training.default)
+    if norm.running_mean is None:
+        return _row(aten._native_batch_norm_legit.no_stats)
+    functional = functional or site.form.statistics is Statistics.OUTPUTS
+    legit = aten._native_batch_norm_legit_functional if functional else aten._native_batch_norm_legit
+    return _row(legit.default)
+
+
+def _native(site: Site, functional: bool) -> Form:
+    return _core(site, functional) if functional else _row(aten.native_batch_norm.default)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing a program can be legalized to.
+
+    form: the row a site is written as, given whether the program is functional. gradient: the overload of its
+    gradients, None to leave them. dialect: "training" or "functional" where the program has to be one. pins: the backend whose
+    rules a site has to keep. meaning: for whom.
+    """
+
+    form: Callable[[Site, bool], Form]
+    meaning: str
+    gradient: Any = None
+    dialect: str | None = None
+    pins: Backend | None = None
+
+
+_NATIVE_GRADIENT = aten.native_batch_norm_backward.default
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        # _native_batch_norm_legit_functional, _no_training, .no_stats, native_batch_norm_backward.
+        "core_aten": Target(_core, "the edge verifier, ONNX, importers of core ATen", _NATIVE_GRADIENT),
+        # aten.batch_norm hides its write, so a program that lists its mutations is made a training one first.
+        "composite": Target(
+            lambda site, functional: _row(aten.batch_norm.default),
+            "torchao QAT, TensorRT, passes that look for aten.batch_norm",
+            dialect="training",
+        ),
+        "training": Target(_family, "training a program that was decomposed", dialect="training"),
+        "functional": Target(_family, "consumers of functional programs, without retracing", dialect="functional"),
+        "native": Target(_native, "PyTorch's own kernel, pinned", _NATIVE_GRADIENT),
+        "cudnn": Target(
+            lambda site, functional: _row(aten.cudnn_batch_norm.default),
+            "cuDNN's kernel, pinned",
+            aten.cudnn_batch_norm_backward.default,
+            pins=Backend.CUDNN,
+        ),
+        "miopen": Target(
+            lambda site, functional: _row(aten.miopen_batch_norm.default),
+            "MIOpen's kernel, pinned",
+            aten.miopen_batch_norm_backward.default,
+            pins=Backend.MIOPEN,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Legalize:
+    """Rewrites every batch norm, of any form, into what a consumer takes.
+
+    target: a key of TARGETS. cudnn_enabled: the argument that "composite" writes. inplace: edit the given program.
+
+    A site for which the target cannot say all that is read from it, or whose rules forbid it, is declined with a
+    reason; a program whose dialect cannot be changed exactly is declined as a whole, under the name "program".
+    """
+
+    target: str
+    cudnn_enabled: bool = True
+    inplace: bool = False
+
+    def __call__(self, program: Program) -> Result:
+        """Legalizes an ExportedProgram or a GraphModule, nested graphs included.
+
+        Raises: InvalidChoice for an unknown target, InvalidProgram for anything else than a program.
+        """
+        if self.target not in TARGETS:
+            raise InvalidChoice(f"found target {self.target!r}, expected one of {', '.join(TARGETS)}")
+        top_module(program)
+        target = TARGETS[self.target]
+        draft = Draft(program, self.inplace)
+        inputs = Inputs(program) if isinstance(program, ExportedProgram) else None
+        edits: list[Edit] = []
+        declined: list[Declined] = []
+        if reason := self._change_dialect(draft, inputs, target, edits):
+            return Result(program, (), (Declined("program", "", "", reason),))
+        for site in find_gradients(draft.graphs):
+            _apply(draft, site, _gradient_form(site, target), edits, declined)
+        for site in find_sites(draft.graphs):
+            form = site.form if site.norm is None else target.form(site, draft.functional)
+            reason = site.problem or _obstacle(site, form, draft.functional, target.pins)
+            if not reason and draft.functional and inputs is not None and _hides(site, form):
+                norm = site.norm
+                reason = inputs.unlistable(site, norm.running_mean) or inputs.unlistable(site, norm.running_var)
+            if reason:
+                declined.append(Declined(site.name, site.module, site.form.name, reason))
+            elif form is not site.form:
+                edits.append(Edit(site.name, site.module, site.form.name, form.name))
+                write_site(draft, site, site.norm, form)
+        _set_cudnn_enabled(draft, self.cudnn_enabled)
+        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+
+    def _change_dialect(self, draft: Draft, inputs: Inputs | None, target: Target, edits: list[Edit]) -> str:
+        if inputs is None or target.dialect is None:
+            return ""
+        functional = is_functional(draft.program)
+        if functional is (target.dialect == "functional"):
+            return ""
+        reason = to_functional(draft, inputs) if target.dialect == "functional" else to_training(draft)
+        if reason:
+            return f"it cannot be made a {target.dialect} program: {reason}"
+        before = "functional" if functional else "training"
+        edits.append(Edit("program", "", before, target.dialect))
+        return ""
+
+
+def legalize(program: Any, target: str, *, cudnn_enabled: bool = True, inplace: bool = False) -> Any:
+    """Returns the program with every batch norm as a consumer takes it. Arguments as `Legalize`, which also tells what
+    was edited and declined.
+
+    target: "core_aten" (the edge verifier, ONNX), "composite" (`aten.batch_norm`), "training" (a decomposed program
+    made trainable again), "functional" (mutations listed, without retracing), "native", "cudnn", "miopen" (pinned).
+
+    Raises: InvalidChoice listing the targets, InvalidProgram for anything else than a program.
+
+    >>> exported = torch.export.export(torch.nn.BatchNorm1d(3).eval(), (torch.randn(2, 3),))
+    >>> [n.name for n in legalize(exported, "core_aten").graph.nodes if "batch_norm" in str(n.target)]
+    ['_native_batch_norm_legit_no_training']
+    """
+    return Legalize(target, cudnn_enabled, inplace)(program).program
+
+
+def _hides(site: Site, form: Form) -> bool:
+    """Whether a write that is not listed has to become a mutation output."""
+    norm = site.norm
+    writes = norm.training and norm.running_mean is not None and site.form.statistics is Statistics.IN_PLACE
+    return bool(writes and form.statistics is Statistics.OUTPUTS)
+
+
+def _gradient_form(site: Site, target: Target) -> Form:
+    """The row of a gradient: the target's, but PyTorch's own for running statistics, which no library has."""
+    if target.gradient is None or site.norm is None:
+        return site.form
+    return _row(target.gradient if site.norm.training else _NATIVE_GRADIENT)
+
+
+def _apply(draft: Draft, site: Site, form: Form, edits: list[Edit], declined: list[Declined]) -> None:
+    if form is site.form:
+        return
+    reason = site.problem or ("it writes to its out arguments" if site.form.destinations else "")
+    if not reason and form.name.startswith("aten.cudnn") and site.norm.reserve is None:
+        reason = "it has no reserve, which cuDNN's gradient reads: its forward left none"
+    if not reason and form.name.startswith(("aten.cudnn", "aten.miopen")) and not all(site.norm.output_mask):
+        reason = f"{form.name} computes all three gradients, and its output_mask asks for some"
+    if reason:
+        declined.append(Declined(site.name, site.module, site.form.name, reason))
+        return
+    edits.append(Edit(site.name, site.module, site.form.name, form.name))
+    write_gradient(draft, site, site.norm, form)
+
+
+def _obstacle(site: Site, form: Form, functional: bool, pins: Backend | None) -> str:
+    """Why a site that can be read cannot be written as a row, empty when it can."""
+    norm = site.norm
+    if norm is None or form is site.form:
+        return ""
+    if site.form.destinations:
+        return f"{site.form.name} writes to its out arguments, which {form.name} does not have"
+    if functional and form.hides_update and norm.training and norm.running_mean is not None:
+        return f"{form.name} writes its statistics, which a functional program does not allow: legalize it to training"
+    kept = roles_kept(site.form, norm, form)
+    rebuilt = () if norm.training else ("save_mean", "save_invstd", "new_running_mean", "new_running_var")
+    moved = ("new_running_mean", "new_running_var") if form.statistics is Statistics.IN_PLACE else ()
+    for role in site.outputs:
+        if site.used(role) and role not in (*kept, *rebuilt, *moved):
+            return f"its {role} is read, which {form.name} does not return"
+    if moved and norm.training and site.form.statistics is Statistics.OUTPUTS and norm.running_mean is not None:
+        return f"{site.form.name} leaves its statistics as they were, and {form.name} writes them"
+    if pins is not None:
+        return _forbidden(site, pins)
+    return ""
+
+
+def _forbidden(site: Site, pins: Backend) -> str:
+    """The rules of a library that a site breaks, where its shape is known, empty when none."""
+    norm = site.norm
+    vals: dict[str, Any] = {f: getattr(getattr(norm, f), "meta", {}).get("val") for f in FIELDS[:5]}
+    if not isinstance(vals["input"], torch.Tensor):
+        return f"the shape of its input is not known, and {pins.value} has rules"
+    device = {Backend.CUDNN: "cuda", Backend.MIOPEN: "hip"}[pins]
+    why = explain_backend(**vals, training=norm.training, eps=norm.eps, device=device)
+    return "" if why.backend is pins else f"{pins.value} cannot run it: {why.reason}"
+
+
+def _set_cudnn_enabled(draft: Draft, enabled: bool) -> None:
+    for _, graph in draft.graphs:
+        for node in graph.find_nodes(op="call_function", target=aten.batch_norm.default):
+            if "cudnn_enabled" in node.kwargs:
+                node.kwargs = {**node.kwargs, "cudnn_enabled": enabled}
+            elif node.args[8] is not enabled:
+                node.args = (*node.args[:8], enabled)
