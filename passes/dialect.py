@@ -10,14 +10,14 @@ from torch.fx import Node
 
 from torch_batchnorm.decomps.forms import BY_TARGET, UPDATED, Statistics, family_form
 from torch_batchnorm.passes.mutation import Inputs, may_alias
-from torch_batchnorm.passes.program import Draft
+from torch_batchnorm.passes.program import Draft, Edit
 from torch_batchnorm.passes.rewriting import write_site
 from torch_batchnorm.passes.site import find_sites
 
 aten = torch.ops.aten
 
 
-def to_training(draft: Draft) -> str:
+def to_training(draft: Draft, edits: list[Edit]) -> str:
     """Makes a functional program one that trains: batch norm writes its statistics where it runs, as its gradient
     expects, everything else is written at the end, and the signature lists no mutation.
 
@@ -40,7 +40,9 @@ def to_training(draft: Draft) -> str:
         new = [holder for role in UPDATED for holder in site.outputs.get(role, ())]
         last = all(s in mutated and all(u <= site.node for u in s.users) for s in statistics)
         if last and not any(holder in returned for holder in new):
-            write_site(draft, site, norm, family_form(True, Statistics.IN_PLACE, out=False))
+            target = family_form(True, Statistics.IN_PLACE, out=False)
+            edits.append(Edit(site.name, site.module, site.form.name, target.name))
+            write_site(draft, site, norm, target)
     for placeholder, value in pairs:
         _write(placeholder, value, output, draft)
     draft.become(functional=False)
@@ -67,16 +69,16 @@ def to_functional(draft: Draft, inputs: Inputs) -> str:
     Returns why that cannot be done exactly, empty when it was. Nothing is changed then.
     """
     writers = [node for _, graph in draft.graphs for node in graph.nodes if _writes(node)]
-    for node in writers:
-        if reason := _stuck(draft, inputs, node):
+    for number, node in enumerate(writers):
+        if reason := _stuck(draft, inputs, node, writers[: number + 1]):
             return reason
     draft.become(functional=True)
     for node in writers:
         if node.target not in BY_TARGET:
-            target = node.args[0]
-            assert isinstance(target, Node)
-            node.target = _functional_twin(node)  # type: ignore[assignment]
-            draft.mutate(target, node, node)
+            twin, written = _functional_twin(node), node.args[0]
+            if twin is not None and isinstance(written, Node):
+                node.target = twin
+                draft.mutate(written, node, node)
     return ""
 
 
@@ -92,12 +94,12 @@ def _functional_twin(node: Node) -> OpOverload | None:
     return getattr(packet, target._overloadname, None)
 
 
-def _stuck(draft: Draft, inputs: Inputs, node: Node) -> str:
+def _stuck(draft: Draft, inputs: Inputs, node: Node, writers: list[Node]) -> str:
     """Why a node that writes cannot be replaced by one that returns a new value, empty when it can."""
     if node.graph is not draft.graphs[0][1]:
         return f"{node.name} ({node.target}) writes in a nested graph, which cannot hand the new value out"
     if _functional_twin(node) is None:
         return f"{node.name} ({node.target}) writes in place and has no functional twin"
     written: Any = node.args[0]
-    reason = inputs.shared(written, node)
+    reason = inputs.shared(written, writers)
     return f"{node.name} ({node.target}): {reason}" if reason else ""

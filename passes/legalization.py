@@ -52,8 +52,8 @@ class Target:
     """One thing a program can be legalized to.
 
     form: the row a site is written as, given whether the program is functional. gradient: the overload of its
-    gradients, None to leave them. dialect: "training" or "functional" where the program has to be one. pins: the backend whose
-    rules a site has to keep. meaning: for whom.
+    gradients, None to leave them. dialect: "training" or "functional" where the program has to be one. pins: the
+    backend whose rules a site has to keep. meaning: for whom.
     """
 
     form: Callable[[Site, bool], Form]
@@ -67,7 +67,7 @@ _NATIVE_GRADIENT = aten.native_batch_norm_backward.default
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
-        # _native_batch_norm_legit_functional, _no_training, .no_stats, native_batch_norm_backward.
+        # ... _functional, _no_training, .no_stats, and native_batch_norm_backward.
         "core_aten": Target(_core, "the edge verifier, ONNX, importers of core ATen", _NATIVE_GRADIENT),
         # aten.batch_norm hides its write, so a program that lists its mutations is made a training one first.
         "composite": Target(
@@ -136,7 +136,8 @@ class Legalize:
             elif form is not site.form:
                 edits.append(Edit(site.name, site.module, site.form.name, form.name))
                 write_site(draft, site, site.norm, form)
-        _set_cudnn_enabled(draft, self.cudnn_enabled)
+        if self.target == "composite":
+            edits += _set_cudnn_enabled(draft, self.cudnn_enabled, {edit.site for edit in edits})
         return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
 
     def _change_dialect(self, draft: Draft, inputs: Inputs | None, target: Target, edits: list[Edit]) -> str:
@@ -145,7 +146,7 @@ class Legalize:
         functional = is_functional(draft.program)
         if functional is (target.dialect == "functional"):
             return ""
-        reason = to_functional(draft, inputs) if target.dialect == "functional" else to_training(draft)
+        reason = to_functional(draft, inputs) if target.dialect == "functional" else to_training(draft, edits)
         if reason:
             return f"it cannot be made a {target.dialect} program: {reason}"
         before = "functional" if functional else "training"
@@ -231,10 +232,20 @@ def _forbidden(site: Site, pins: Backend) -> str:
     return "" if why.backend is pins else f"{pins.value} cannot run it: {why.reason}"
 
 
-def _set_cudnn_enabled(draft: Draft, enabled: bool) -> None:
-    for _, graph in draft.graphs:
-        for node in graph.find_nodes(op="call_function", target=aten.batch_norm.default):
-            if "cudnn_enabled" in node.kwargs:
-                node.kwargs = {**node.kwargs, "cudnn_enabled": enabled}
-            elif node.args[8] is not enabled:
-                node.args = (*node.args[:8], enabled)
+def _set_cudnn_enabled(draft: Draft, enabled: bool, written: set[str]) -> list[Edit]:
+    """Sets the argument on every `aten.batch_norm`; edits of those that were not written just now."""
+    edits = []
+    for site in find_sites(draft.graphs):
+        node, name = site.node, site.form.name
+        if site.form.overload is not aten.batch_norm.default:
+            continue
+        given = node.kwargs["cudnn_enabled"] if "cudnn_enabled" in node.kwargs else node.args[8]
+        if given is enabled:
+            continue
+        if "cudnn_enabled" in node.kwargs:
+            node.kwargs = {**node.kwargs, "cudnn_enabled": enabled}
+        else:
+            node.args = (*node.args[:8], enabled)
+        if site.name not in written:
+            edits.append(Edit(site.name, site.module, f"{name}, cudnn_enabled={given}", f"{name}, {enabled}"))
+    return edits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.fx import Node
 from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS
 from torch_batchnorm.passes.program import MUTATIONS, input_specs
 from torch_batchnorm.passes.site import Site
+
+aten = torch.ops.aten
 
 
 class Inputs:
@@ -35,12 +38,14 @@ class Inputs:
             return f"it writes to {statistic.name} inside nested graph {site.path}, which cannot hand the new value out"
         if sum(getattr(site.norm, name) is statistic for name in FIELDS[:5]) > 1:
             return f"it writes to {statistic.name}, which is another of its arguments too"
-        return self.shared(statistic, site.node)
+        return self.shared(statistic, (site.node,))
 
-    def shared(self, written: Node, writer: Node) -> str:
-        """Why a new value cannot take the place of what a node writes to: something else may see that memory."""
+    def shared(self, written: Node, fresh: Collection[Node]) -> str:
+        """Why a new value cannot take the place of what is written to: something else may see that memory. `fresh`:
+        nodes that are known to make their own result, or will.
+        """
         writes = f"it writes to {written.name}"
-        readers = [user for user in written.users if user is not writer]
+        readers = list(written.users)
         if written.op == "placeholder":
             kind = self.specs[written.name].kind if written.name in self.specs else InputKind.USER_INPUT
             if kind not in MUTATIONS:
@@ -49,7 +54,7 @@ class Inputs:
                 return f"{writes}, whose memory {twins[0]} shares"
         else:
             readers.append(written)
-        aliases = [node for node in readers if may_alias(node)]
+        aliases = [node for node in readers if node not in fresh and may_alias(node)]
         return f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else ""
 
     @cached_property
@@ -65,6 +70,14 @@ class Inputs:
         return {name: [n for n in names if n != name] for names in by_memory.values() for name in names}
 
 
+# Composite ops that make their own result, whatever their arguments.
+_FRESH = {
+    overload
+    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+    for overload in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
+}
+
+
 def may_alias(node: Node) -> bool:
     """Whether a node's result may share memory with one of its inputs: unless the op is known to make its own."""
     if node.op == "output" or node.target in BY_TARGET:
@@ -74,6 +87,8 @@ def may_alias(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return True
     declared = any(returned.alias_info is not None for returned in node.target._schema.returns)
+    if node.target in _FRESH:
+        return False
     # A composite op may return its input without saying so: type_as, dropout in eval.
     return declared or torch._C._dispatch_has_kernel_for_dispatch_key(_name(node.target), "CompositeImplicitAutograd")
 

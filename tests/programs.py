@@ -156,6 +156,18 @@ def legacy_left(program) -> list[str]:
     ]
 
 
+def structure(program) -> list:
+    """A program's graph and signature apart from what its calls are named."""
+    top = program.graph_module if isinstance(program, ExportedProgram) else program
+    number = {node: i for i, node in enumerate(top.graph.nodes)}
+    shown = [
+        (n.op, str(n.target), repr(torch.fx.node.map_arg((n.args, n.kwargs), lambda a: number[a])))
+        for n in top.graph.nodes
+    ]
+    signature = getattr(program, "graph_signature", None)
+    return shown + ([] if signature is None else [(s.kind, s.target) for s in signature.output_specs])
+
+
 def fingerprint(program) -> str:
     """Everything a pass might have touched in its input: graphs, metadata keys and signature, as text."""
     top = program.graph_module if isinstance(program, ExportedProgram) else program

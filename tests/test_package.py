@@ -45,6 +45,7 @@ PUBLIC = [
     "ops",
     "render",
     "select_backend",
+    "verify",
 ]
 # A module imports only from layers after its own.
 LAYERS = ["cli", "files", "report", "render", "passes", "decomps", "errors"]
