@@ -47,6 +47,41 @@ def test_inspect_prints_json(run, model):
     assert (entry["form"], entry["counter"]) == ("aten.batch_norm.default", "1.num_batches_tracked")
 
 
+def test_inspect_tells_the_backend_of_a_device(run, model):
+    assert "cudnn" in run("inspect", model, "--device", "cuda").stdout
+    unknown = run("inspect", model, "--device", "quantum")
+    assert (unknown.exit_code, "found device 'quantum', expected one that PyTorch knows" in unknown.stderr) == (2, True)
+
+
+def test_legalize_and_back_and_the_difference(run, model, tmp_path):
+    core, family, again = (tmp_path / name for name in ("core.pt2", "family.pt2", "again.pt2"))
+    result = run("legalize", model, "--to", "core_aten", "-o", core, "--report")
+    assert result.exit_code == 0
+    assert "aten._native_batch_norm_legit.default" in result.stdout
+    assert run("consolidate", core, "-o", family).exit_code == 0
+    assert run("consolidate", model, "-o", again).exit_code == 0
+    alike, unlike = run("diff", family, again), run("diff", model, core)
+    assert (alike.exit_code, "1 sites, 0 different" in alike.stdout) == (0, True)
+    assert (unlike.exit_code, "1 sites, 1 different" in unlike.stdout, "form" in unlike.stdout) == (1, True, True)
+    assert same(step(torch.export.load(core).module(), X), step(torch.export.load(model).module(), X))
+
+
+def test_diff_shows_what_is_only_on_one_side(run, model, tmp_path):
+    longer = tmp_path / "longer.pt2"
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3, eps=1e-3))
+    torch.export.save(export(net, X), longer)
+    result = run("diff", model, longer)
+    assert (result.exit_code, "2 sites, 1 different" in result.stdout) == (1, True)
+    assert "only on one side" in result.stdout
+
+
+def test_an_unknown_target_is_one_clear_line(run, model, tmp_path):
+    result = run("legalize", model, "--to", "onnx", "-o", tmp_path / "out.pt2")
+    assert result.exit_code == 2
+    assert "found target 'onnx', expected one of core_aten, composite" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+
+
 def test_consolidate_saves_an_equal_program(run, model, tmp_path):
     before, out = model.read_bytes(), tmp_path / "out.pt2"
     result = run("consolidate", model, "-o", out, "--report")

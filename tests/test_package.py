@@ -39,6 +39,7 @@ PUBLIC = [
     "backend",
     "consolidate",
     "decomposition_table",
+    "diff",
     "explain_backend",
     "inspect",
     "legalize",

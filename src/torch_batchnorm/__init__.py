@@ -25,4 +25,5 @@ from torch_batchnorm.passes.program import Result as Result
 from torch_batchnorm.passes.verification import verify as verify
 from torch_batchnorm.render import render as render
 from torch_batchnorm.report import Report as Report
+from torch_batchnorm.report import diff as diff
 from torch_batchnorm.report import inspect as inspect

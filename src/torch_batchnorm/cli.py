@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -17,11 +17,14 @@ from rich.markup import escape
 from torch_batchnorm.errors import BatchNormError
 from torch_batchnorm.files import check_output, load, save
 from torch_batchnorm.passes.consolidation import Consolidate
+from torch_batchnorm.passes.legalization import TARGETS, Legalize
+from torch_batchnorm.passes.program import Program, Result
 from torch_batchnorm.render import result_tables
-from torch_batchnorm.report import inspect
+from torch_batchnorm.report import diff, inspect
 
 app = typer.Typer(
-    help="Batch norm in exported PyTorch programs (.pt2). Exit code: 0 done, 1 a site was declined under --strict, "
+    help="Batch norm in exported PyTorch programs (.pt2). Exit code: 0 done, 1 a site was declined under --strict "
+    "or two programs differ, "
     "2 bad input.",
     no_args_is_help=True,
     add_completion=False,
@@ -81,19 +84,20 @@ def _inspect(
         _out().print(report.table() if report.entries else report.summary())
 
 
-@app.command("consolidate", epilog="Example: torch-batchnorm consolidate model.pt2 -o consolidated.pt2 --report")
-def _consolidate(
-    source: Source,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.pt2", help="Where to save the result.")],
-    report: Annotated[bool, typer.Option("--report", help="Print what was rewritten and what was declined.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit 1, saving nothing, when a site is declined.")] = False,
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="OUT.pt2", help="Where to save the result.")]
+ShowReport = Annotated[bool, typer.Option("--report", help="Print what was rewritten and what was declined.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit 1, saving nothing, when a site is declined.")]
+
+
+def _rewrite(
+    source: Path, output: Path, report: bool, strict: bool, doing: str, rewriting: Callable[[Program], Result]
 ) -> None:
-    """Rewrite every batch norm into the op family whose kernel is chosen when the program runs."""
+    """Loads a program, runs a pass, tells what it did, saves the result."""
     with _step(f"Loading {source}"):
         check_output(source, output)
         loaded = load(source)
-    with _step("Consolidating"):
-        result = Consolidate()(loaded.program)
+    with _step(doing):
+        result = rewriting(loaded.program)
     if report:
         for table in result_tables(result):
             _out().print(table)
@@ -104,6 +108,41 @@ def _consolidate(
     with _step(f"Saving {output}"):
         save(replace(loaded, program=result.program), output)  # type: ignore[arg-type]
     typer.echo(f"{len(result.edits)} rewritten, {len(result.declined)} declined: {output}")
+
+
+@app.command("consolidate", epilog="Example: torch-batchnorm consolidate model.pt2 -o consolidated.pt2 --report")
+def _consolidate(source: Source, output: Output, report: ShowReport = False, strict: Strict = False) -> None:
+    """Rewrite every batch norm into the op family whose kernel is chosen when the program runs."""
+    _rewrite(source, output, report, strict, "Consolidating", Consolidate())
+
+
+@app.command("legalize", epilog="Example: torch-batchnorm legalize model.pt2 --to core_aten -o core.pt2")
+def _legalize(
+    source: Source,
+    output: Output,
+    to: Annotated[str, typer.Option(help="; ".join(f"{name}: {t.meaning}" for name, t in TARGETS.items()))],
+    cudnn_enabled: Annotated[bool, typer.Option(help="The argument that composite writes.")] = True,
+    report: ShowReport = False,
+    strict: Strict = False,
+) -> None:
+    """Rewrite every batch norm as one consumer takes it."""
+    _rewrite(source, output, report, strict, f"Legalizing to {to}", Legalize(to, cudnn_enabled))
+
+
+@app.command("diff", epilog="Example: torch-batchnorm diff model.pt2 consolidated.pt2")
+def _diff(
+    left: Source,
+    right: Annotated[Path, typer.Argument(metavar="OTHER.pt2", help="The program to compare it with.")],
+) -> None:
+    """Show the batch norms of two programs side by side; exit 1 when they differ."""
+    reports = []
+    for path in (left, right):
+        with _step(f"Loading {path}"):
+            reports.append(inspect(load(path).program))
+    found = diff(*reports)
+    _out().print(found.table())
+    if found.differing:
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ import json
 import operator
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from difflib import SequenceMatcher
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -90,6 +92,55 @@ class Report:
 
     def __str__(self) -> str:
         return text_of(self.table()) if self.entries else self.summary()
+
+
+# What two sites are compared by: all that is computed, and what it is spelled as.
+COMPARED = ("form", "mode", "channels", "rank", "dtype", "eps", "momentum", "affine", "stats")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two reports side by side, their sites aligned by module: (module, left, right, fields that differ) a row."""
+
+    rows: tuple[tuple[str, Entry | None, Entry | None, tuple[str, ...]], ...]
+
+    @property
+    def differing(self) -> int:
+        """How many rows differ."""
+        return sum(bool(fields) for *_, fields in self.rows)
+
+    def table(self) -> Any:
+        """A rich table, a row a site."""
+        title = f"{len(self.rows)} sites, {self.differing} different"
+        columns = ("module", "left", "right", "different in")
+        return table(title, columns, [(m, _brief(a), _brief(b), ", ".join(f) or None) for m, a, b, f in self.rows])
+
+
+def _brief(entry: Entry | None) -> str | None:
+    if entry is None:
+        return None
+    form = entry.form.removeprefix("aten.").removesuffix(".default")
+    return f"{form} ({entry.mode}) {entry.input or ''} eps={entry.eps} momentum={entry.momentum}"
+
+
+def diff(left: Report, right: Report) -> Difference:
+    """The batch norms of two programs side by side, aligned by the module that each was traced from.
+
+    >>> report = inspect(torch.export.export(torch.nn.BatchNorm1d(3).eval(), (torch.randn(2, 3),)))
+    >>> diff(report, report).differing
+    0
+    """
+    modules = [[entry.module for entry in report.entries] for report in (left, right)]
+    rows = []
+    for _, a, b, c, d in SequenceMatcher(a=modules[0], b=modules[1], autojunk=False).get_opcodes():
+        for mine, other in zip_longest(left.entries[a:b], right.entries[c:d]):
+            known = mine or other
+            if mine is None or other is None:
+                fields: tuple[str, ...] = ("only on one side",)
+            else:
+                fields = tuple(f for f in (*COMPARED, "module") if getattr(mine, f) != getattr(other, f))
+            rows.append((known.module if known else "", mine, other, fields))
+    return Difference(tuple(rows))
 
 
 def _row(entry: Entry) -> tuple[object, ...]:
