@@ -10,6 +10,7 @@ import contextlib
 import copy
 import gc
 import json
+import math
 import operator
 import statistics
 import sys
@@ -169,7 +170,7 @@ def pattern(quick: bool) -> Iterator[Bar]:
     counts = [len(g.graph.find_nodes(op="call_function", target=FAMILY)) for g in graphs]
     assert counts == [sites, sites], counts
     detail = f"replace_pattern {theirs:.2f} s, consolidate {ours * 1e3:.0f} ms, {sites:,} BN"
-    yield Bar("faster than replace_pattern, times", theirs / ours, 30, float("inf"), detail)
+    yield Bar("faster than replace_pattern, times", theirs / ours, 30, math.inf, detail)
 
 
 def _to_family(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
@@ -186,7 +187,7 @@ def decompositions(quick: bool) -> Iterator[Bar]:
     theirs = seconds(lambda: program.run_decompositions({LEGIT: _to_family}), repeat=2)
     ours = seconds(lambda: tbn.consolidate(program), repeat=7)
     detail = f"run_decompositions {theirs:.2f} s, consolidate {ours * 1e3:.1f} ms"
-    yield Bar("faster than run_decompositions(table) on ResNet-50, times", theirs / ours, 20, float("inf"), detail)
+    yield Bar("faster than run_decompositions(table) on ResNet-50, times", theirs / ours, 20, math.inf, detail)
 
 
 def runtime(quick: bool) -> Iterator[Bar]:
@@ -227,7 +228,26 @@ def ops(quick: bool) -> Iterator[Bar]:
         yield Bar(f"tbn.ops.batch_norm_with_update over ATen, {shape}", ours / theirs, 0, limit, detail)
 
 
-MEASURES = (linear, floor, pattern, decompositions, runtime, ops)
+def legalization(quick: bool) -> Iterator[Bar]:
+    """To core ATen, against `run_decompositions()`; and its cost grows with the batch norms."""
+    program = tbn.consolidate(resnet50(True).run_decompositions())
+    theirs = seconds(lambda: program.run_decompositions(), repeat=2)
+    ours = seconds(lambda: tbn.legalize(program, "core_aten"), repeat=7)
+    detail = f"run_decompositions {theirs:.2f} s, legalize {ours * 1e3:.1f} ms"
+    yield Bar(
+        "legalize(ResNet-50, core_aten) faster than run_decompositions, times", theirs / ours, 20, math.inf, detail
+    )
+    per_site = {}
+    for sites in (100, 1000 if quick else 10000):
+        graph = tbn.consolidate(chain(sites))
+        with no_recompile():
+            per_site[sites] = seconds(lambda g=graph: tbn.legalize(g, "core_aten"), repeat=3) / sites * 1e6
+    least, most = min(per_site), max(per_site)
+    detail = ", ".join(f"{n:,} BN {us:.1f} us a BN" for n, us in per_site.items())
+    yield Bar("legalize is linear: longest chain over shortest", per_site[most] / per_site[least], 0, 2, detail)
+
+
+MEASURES = (linear, floor, pattern, decompositions, runtime, ops, legalization)
 
 
 def main() -> int:
@@ -255,7 +275,7 @@ def main() -> int:
 
 
 def _range(bar: Bar) -> str:
-    if bar.high == float("inf"):
+    if bar.high == math.inf:
         return f"at least {bar.low:g}"
     return f"at most {bar.high:g}" if bar.low == 0 else f"{bar.low:g} to {bar.high:g}"
 

@@ -15,6 +15,7 @@ from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS, GRADIENT_BY_TARGET,
 from torch_batchnorm.errors import InvalidChoice
 from torch_batchnorm.passes.consolidation import family_target
 from torch_batchnorm.passes.dialect import to_functional, to_training
+from torch_batchnorm.passes.elementary import unwritable, write_elementary
 from torch_batchnorm.passes.mutation import Inputs
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, is_functional, top_module
 from torch_batchnorm.passes.rewriting import roles_kept, write_gradient, write_site
@@ -51,12 +52,12 @@ def _native(site: Site, functional: bool) -> Form:
 class Target:
     """One thing a program can be legalized to.
 
-    form: the row a site is written as, given whether the program is functional. gradient: the overload of its
-    gradients, None to leave them. dialect: "training" or "functional" where the program has to be one. pins: the
-    backend whose rules a site has to keep. meaning: for whom.
+    form: the row a site is written as, given whether the program is functional; None for elementary operations.
+    gradient: the overload of its gradients, None to leave them. dialect: "training" or "functional" where the program
+    has to be one. pins: the backend whose rules a site has to keep. meaning: for whom.
     """
 
-    form: Callable[[Site, bool], Form]
+    form: Callable[[Site, bool], Form] | None
     meaning: str
     gradient: Any = None
     dialect: str | None = None
@@ -90,6 +91,8 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             aten.miopen_batch_norm_backward.default,
             pins=Backend.MIOPEN,
         ),
+        # float32 statistics for half types; the one target without a way back.
+        "math": Target(None, "consumers with no batch norm at all: elementary operations"),
     }
 )
 
@@ -123,6 +126,9 @@ class Legalize:
         declined: list[Declined] = []
         if reason := self._change_dialect(draft, inputs, target, edits):
             return Result(program, (), (Declined("program", "", "", reason),))
+        if target.form is None:
+            _write_formulas(draft, inputs, edits, declined)
+            return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
         for site in find_gradients(draft.graphs):
             _apply(draft, site, _gradient_form(site, target), edits, declined)
         for site in find_sites(draft.graphs):
@@ -159,7 +165,8 @@ def legalize(program: Any, target: str, *, cudnn_enabled: bool = True, inplace: 
     was edited and declined.
 
     target: "core_aten" (the edge verifier, ONNX), "composite" (`aten.batch_norm`), "training" (a decomposed program
-    made trainable again), "functional" (mutations listed, without retracing), "native", "cudnn", "miopen" (pinned).
+    made trainable again), "functional" (mutations listed, without retracing), "native", "cudnn", "miopen" (pinned
+    kernels), "math" (elementary operations, equal up to rounding; everything else is exact).
 
     Raises: InvalidChoice listing the targets, InvalidProgram for anything else than a program.
 
@@ -170,11 +177,29 @@ def legalize(program: Any, target: str, *, cudnn_enabled: bool = True, inplace: 
     return Legalize(target, cudnn_enabled, inplace)(program).program
 
 
+def _write_formulas(draft: Draft, inputs: Inputs | None, edits: list[Edit], declined: list[Declined]) -> None:
+    """Every gradient and every forward as elementary operations."""
+    for find in (find_gradients, find_sites):
+        for site in find(draft.graphs):
+            reason = site.problem or unwritable(site)
+            if not reason and draft.functional and inputs is not None and _writes(site):
+                norm = site.norm
+                reason = inputs.unlistable(site, norm.running_mean) or inputs.unlistable(site, norm.running_var)
+            if reason:
+                declined.append(Declined(site.name, site.module, site.form.name, reason))
+                continue
+            edits.append(Edit(site.name, site.module, site.form.name, "elementary operations"))
+            write_elementary(draft, site)
+
+
 def _hides(site: Site, form: Form) -> bool:
     """Whether a write that is not listed has to become a mutation output."""
+    return _writes(site) and form.statistics is Statistics.OUTPUTS
+
+
+def _writes(site: Site) -> bool:
     norm = site.norm
-    writes = norm.training and norm.running_mean is not None and site.form.statistics is Statistics.IN_PLACE
-    return bool(writes and form.statistics is Statistics.OUTPUTS)
+    return bool(norm.training and site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None)
 
 
 def _gradient_form(site: Site, target: Target) -> Form:

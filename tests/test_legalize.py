@@ -10,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_batchnorm as tbn
 from programs import (
-    LEGACY,
     TENSORS,
     call_graph,
     export,
@@ -23,11 +22,12 @@ from programs import (
     structure,
 )
 from torch_batchnorm import Legalize
-from torch_batchnorm.decomps.forms import FORMS, Dialect
+from torch_batchnorm.decomps.forms import FORMS
 
 aten = torch.ops.aten
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-RUNS_ON_CPU = [t for t in tbn.TARGETS if t not in ("cudnn", "miopen")]
+WITH_A_WAY_BACK = [t for t in tbn.TARGETS if t != "math"]
+RUNS_ON_CPU = [t for t in WITH_A_WAY_BACK if t not in ("cudnn", "miopen")]
 
 
 class Net(nn.Module):
@@ -61,7 +61,7 @@ def programs(training):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
-@pytest.mark.parametrize("target", tbn.TARGETS)
+@pytest.mark.parametrize("target", WITH_A_WAY_BACK)
 def test_the_way_back_is_exact_node_for_node_and_the_input_untouched(target, training):
     """Where a target changes the dialect, there is no way back to compare: the result is the same from either form."""
     shown = {}
@@ -147,6 +147,52 @@ def test_a_hand_built_call_of_every_form(form, training, target):
         if not result.declined:
             again = structure(tbn.consolidate(result.program))
             assert sorted(node[1] for node in again) == sorted(node[1] for node in structure(consolidated))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
+def test_math_leaves_no_batch_norm_and_computes_it(training):
+    found = programs(training)
+    expected = step(found["training IR"].module(), X)
+    for name, program in found.items():
+        result = Legalize("math")(program)
+        assert (len(result.edits), result.declined, tbn.verify(result.program)) == (4, (), ()), name
+        assert tbn.inspect(result.program).entries == ()
+        module = saved_and_loaded(result.program).module()
+        if training and program.dialect != "TRAINING":
+            with torch.no_grad():
+                torch.testing.assert_close([module(X)], expected[0])
+            torch.testing.assert_close(state_of(module), expected[1])
+        else:
+            for mine, theirs in zip(step(module, X), expected, strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
+@pytest.mark.parametrize("affine", [True, False], ids=("affine", "affine off"))
+def test_the_math_of_a_gradient_is_autograds_in_double(training, affine):
+    x, w, b = torch.randn(6, 3, 5).double() * 3, torch.rand(3).double() + 0.5, torch.randn(3).double()
+    m, v = torch.randn(3).double(), torch.rand(3).double() + 0.5
+
+    def joint(x, w, b, m, v, g):
+        op = aten._batch_norm_with_update_functional if training else aten._batch_norm_no_update
+        out = op(x, w, b, m, v, 0.1, 1e-5)
+        given = (g, x, w, m, v, *out[1:3], training, 1e-5, [True] * 3, out[3])
+        return out[0], *aten.batch_norm_backward(*given)
+
+    if not affine:
+        w, b = torch.ones_like(w), torch.zeros_like(b)
+    inputs = (x, w, b, m, v, torch.randn_like(x))
+    graph = make_fx(joint)(*inputs)
+    result = Legalize("math")(graph)
+    assert (len(result.edits), result.declined) == (2, ())
+    torch.testing.assert_close(list(result.program(*inputs)), list(graph(*inputs)), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_math_takes_the_statistics_of_half_types_in_float32(dtype):
+    x = torch.tensor([[[1.3047, 0.8789]]], dtype=dtype)
+    program = tbn.legalize(export(nn.BatchNorm1d(1, affine=False, track_running_stats=False, eps=1e-5), x), "math")
+    assert same(program.module()(x), torch.tensor([[[1.0, -1.0]]], dtype=dtype))
 
 
 def test_cudnn_enabled_is_an_option_of_composite():
@@ -322,8 +368,3 @@ cudnn_batch_norm: (f32[4, 3, 6, 6], f32[3], f32[3], u8[0]) = aten.cudnn_batch_no
 batch_norm: f32[4, 3, 6, 6] = getitem(cudnn_batch_norm, 0)
 return (batch_norm)""",
     )
-
-
-@pytest.mark.parametrize("form", LEGACY, ids=lambda f: f.name)
-def test_no_target_writes_a_form_that_would_lose_a_dialect(form):
-    assert form.dialect in (Dialect.CORE, Dialect.COMPOSITE, Dialect.VENDOR)
