@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 TESTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test accept bench
+.PHONY: help setup demo check test accept bench interop
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -34,3 +34,9 @@ accept: setup ## rewrite the graph snapshots with what the code does now (read t
 
 bench: setup ## measure the claims of the README: a table, and benchmarks/results.json
 	$(BIN)/python benchmarks/run.py
+
+interop: ## in an environment of its own, ExecuTorch runs a legalized program
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/pip install --quiet --disable-pip-version-check -r requirements-interop.txt
+	.venv-interop/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv-interop/bin/python interop/executorch_check.py

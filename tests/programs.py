@@ -9,7 +9,7 @@ from torch._export.verifier import Verifier
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule
 
-from torch_batchnorm import FORMS, Consolidate
+from torch_batchnorm import FORMS, Consolidate, verify
 from torch_batchnorm.decomps.forms import Dialect, Form, Mode, Statistics
 
 aten = torch.ops.aten
@@ -186,6 +186,8 @@ def consolidated(program):
     assert fingerprint(program) == before, "the input was touched"
     assert Consolidate()(result.program).modified is False
     assert len(legacy_left(result.program)) == len(result.declined)
+    known = set(verify(program))
+    assert [violation for violation in verify(result.program) if violation not in known] == []
     if isinstance(program, ExportedProgram):
         result.program.validate()
         assert result.program.state_dict.keys() == program.state_dict.keys()

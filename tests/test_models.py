@@ -3,6 +3,7 @@
 Each is as narrow and as shallow as its class allows, and runs both as it is exported and decomposed to ATen.
 """
 
+import copy
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from monai.networks import nets as monai
 from torch import nn
 from torch.nn import functional
 
+import torch_batchnorm as tbn
 from programs import consolidated, export, legacy_left, same, saved_and_loaded, step
 
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
@@ -171,3 +173,22 @@ def test_every_batch_norm_of_a_model_is_rewritten_to_the_bit(name, training):
         assert outputs
         assert all(t.isfinite().all() for t in outputs)
         assert same(_statistics(state), _statistics(program.state_dict)) is not training
+
+
+def test_a_decomposed_resnet_50_trains_again_as_the_eager_model_does():
+    """Ten steps of SGD: the losses are the eager model's to the bit."""
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = hf.ResNetForImageClassification(hf.ResNetConfig())
+    program = export(copy.deepcopy(model), x).run_decompositions()
+    losses = []
+    for module in (model, tbn.legalize(program, "training").module()):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+        losses.append([])
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = module(x).logits.square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
