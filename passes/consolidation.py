@@ -92,9 +92,7 @@ def _gradients(draft: Draft, edits: list[Edit], declined: list[Declined]) -> lis
     for site in find_gradients(draft.graphs):
         if site.form.dialect is Dialect.FAMILY:
             continue
-        reason = site.problem
-        if site.form.destinations:
-            reason = "it writes to its out arguments, which the family's gradient does not have"
+        reason = site.problem or _unwritable(site, draft.functional)
         if reason or site.norm is None:
             declined.append(Declined(site.name, site.module, site.form.name, reason))
             continue
@@ -103,6 +101,20 @@ def _gradients(draft: Draft, edits: list[Edit], declined: list[Declined]) -> lis
         if site.norm.reserve is None:
             unwired.append((call, site.norm))
     return unwired
+
+
+def _unwritable(site: Site, functional: bool) -> str:
+    """Why the out arguments of a gradient cannot be copied to, empty when they can, or there are none."""
+    if site.norm is None or not site.norm.out:
+        return ""
+    if functional:
+        return f"{site.form.name} writes to its out arguments, which a functional program does not allow"
+    if not all(site.norm.output_mask):
+        return "its output_mask leaves out arguments unwritten"
+    shapes = [_shape(site.norm.input), *[(_shape(site.norm.input) or (None, None))[1:2]] * 2]
+    if None in shapes or [_shape(place) for place in site.norm.out.values()] != shapes:
+        return "its out arguments may be resized, and into which layout differs by form: allocate them in full"
+    return ""
 
 
 _GRADIENT = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]

@@ -70,7 +70,7 @@ def write_gradient(draft: Draft, site: Site, norm: Gradient, target: Form) -> No
     with node.graph.inserting_before(node):
         filled = norm.weight is None and "weight" in target.required
         weight = _fill(norm, node, "weight") if filled else norm.weight
-        args, kwargs = target.write(replace(norm, weight=weight))
+        args, kwargs = target.write(replace(norm, weight=weight, out={}))
         call = _call(node.graph, target.overload, args, kwargs)
     call.meta = dict(node.meta)
     custom = {key: value for key, value in (call.meta.get("custom") or {}).items() if key != ORIGIN}
@@ -78,11 +78,25 @@ def write_gradient(draft: Draft, site: Site, norm: Gradient, target: Form) -> No
         custom[ORIGIN] = {"form": site.form.name, "filled": ["weight"]}
     if custom or "custom" in call.meta:
         call.meta["custom"] = custom
-    for holders in site.outputs.values():
+    for role, place in norm.out.items():
+        _copied_out(site, call, target.roles.index(role), role, place)
+    for holders in site.outputs.values() if not norm.out else ():
         for holder in holders:
             holder.args = (call, holder.args[1])
     _erase(node)
     return call
+
+
+def _copied_out(site: Site, call: Node, index: int, role: str, place: Node) -> None:
+    """Copies a gradient to where an `.out` call wrote it, which whoever held that output now reads."""
+    with call.graph.inserting_before(site.node):
+        grad = call.graph.call_function(operator.getitem, (call, index))
+        copied = _call(call.graph, aten.copy_.default, (place, grad))
+    grad.meta = _carried(call, _empty_like(place))
+    copied.meta = _carried(call, _val(place))
+    for holder in site.outputs.get(role, ()):
+        holder.replace_all_uses_with(copied)
+        call.graph.erase_node(holder)
 
 
 _FILLS = (aten.new_ones.default, aten.new_zeros.default, aten.full.default, aten.new_empty.default, aten.sym_size.int)

@@ -83,6 +83,9 @@ def _read_gradient(node: Node, path: str) -> Site:
     outputs, problem = _outputs(node, form)
     if type(norm.training) is not bool or type(norm.eps) not in (float, int):
         problem = problem or f"{_found(norm.training)}, {_found(norm.eps)} are its mode and eps, not literals"
+    val = norm.input.meta.get("val") if isinstance(norm.input, Node) else None
+    if isinstance(val, torch.Tensor) and val.ndim < 2:
+        problem = problem or f"its input is of rank {val.ndim}, expected [N, C, *]"
     return Site(node, path, form, norm, outputs, problem)
 
 

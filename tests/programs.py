@@ -186,8 +186,8 @@ def consolidated(program):
     assert fingerprint(program) == before, "the input was touched"
     assert Consolidate()(result.program).modified is False
     assert len(legacy_left(result.program)) == len(result.declined)
-    known = set(verify(program))
-    assert [violation for violation in verify(result.program) if violation not in known] == []
+    known = {violation.partition(": ")[2] for violation in verify(program)}
+    assert [v for v in verify(result.program) if v.partition(": ")[2] not in known] == []
     if isinstance(program, ExportedProgram):
         result.program.validate()
         assert result.program.state_dict.keys() == program.state_dict.keys()
