@@ -188,6 +188,20 @@ def test_the_math_of_a_gradient_is_autograds_in_double(training, affine):
     torch.testing.assert_close(list(result.program(*inputs)), list(graph(*inputs)), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("decomposed", [False, True], ids=("training IR", "ATEN"))
+@pytest.mark.parametrize("target", [*RUNS_ON_CPU, "math"])
+def test_a_dynamic_batch_stays_dynamic(target, decomposed):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    program = export(copy.deepcopy(model), X, dynamic=({0: torch.export.Dim("n", min=2)},))
+    result = Legalize(target)(program.run_decompositions() if decomposed else program)
+    module = saved_and_loaded(result.program).module()
+    with torch.no_grad():
+        for n in (7, 2):
+            x = torch.randn(n, 3, 6, 6)
+            torch.testing.assert_close(module(x), model(x))
+    torch.testing.assert_close(state_of(module), state_of(model))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_math_takes_the_statistics_of_half_types_in_float32(dtype):
     x = torch.tensor([[[1.3047, 0.8789]]], dtype=dtype)
