@@ -26,7 +26,8 @@ def forward(norm: BatchNorm) -> dict[str, Tensor]:
     """The outputs by role: (input - mean) / sqrt(var + eps) * weight + bias.
 
     In training mean and var are the batch's, var the biased one, and the new running statistics are
-    (1 - momentum) * running + momentum * batch, with the unbiased variance. Statistics of a half input are float32.
+    (1 - momentum) * running + momentum * batch, with the unbiased variance. No gradient goes through them, or through
+    what is saved. Statistics of a half input are float32.
     """
     dtype, (dims, shape) = _computed(norm.input), _reduced(norm.input)
     x = norm.input.to(dtype)
@@ -42,7 +43,7 @@ def forward(norm: BatchNorm) -> dict[str, Tensor]:
                 ("new_running_mean", norm.running_mean, mean),
                 ("new_running_var", norm.running_var, unbiased),
             ):
-                found[role] = old * (1 - norm.momentum) + new.to(old.dtype) * norm.momentum
+                found[role] = old * (1 - norm.momentum) + new.detach().to(old.dtype) * norm.momentum
     else:
         mean, var = norm.running_mean.to(dtype), norm.running_var.to(dtype)
         centered = x - mean.view(shape)
@@ -50,7 +51,7 @@ def forward(norm: BatchNorm) -> dict[str, Tensor]:
     scale = invstd if norm.weight is None else invstd * norm.weight.to(dtype)
     out = centered * scale.view(shape)
     out = out if norm.bias is None else out + norm.bias.to(dtype).view(shape)
-    return {"out": out.to(norm.input.dtype), "save_mean": mean, "save_invstd": invstd, **found}
+    return {"out": out.to(norm.input.dtype), "save_mean": mean.detach(), "save_invstd": invstd.detach(), **found}
 
 
 def gradient(norm: Gradient) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from torch_batchnorm.decomps.forms import BY_TARGET, UPDATED, Statistics, family_form
 from torch_batchnorm.passes.mutation import Inputs, may_alias
@@ -31,6 +32,9 @@ def to_training(draft: Draft, edits: list[Edit]) -> str:
         if readers:
             return f"{placeholder.name} is mutated, and {readers[0].name} may hand out the memory it had before"
     mutated = {placeholder for placeholder, _ in pairs}
+    for placeholder, value in pairs:
+        if value in mutated and value is not placeholder:
+            return f"{placeholder.name} becomes {value.name}, as it was before it is mutated itself"
     draft.drop_mutations()
     for site in find_sites(draft.graphs):
         norm = site.norm
@@ -72,6 +76,15 @@ def to_functional(draft: Draft, inputs: Inputs) -> str:
     for number, node in enumerate(writers):
         if reason := _stuck(draft, inputs, node, writers[: number + 1]):
             return reason
+    for site in find_sites(draft.graphs):
+        norm = site.norm
+        if site.form.statistics is not Statistics.IN_PLACE or (norm is not None and norm.training is False):
+            continue
+        reason = site.problem or ("" if norm is not None else f"{site.name} cannot be read")
+        for statistic in () if norm is None or norm.running_mean is None else (norm.running_mean, norm.running_var):
+            reason = reason or inputs.unlistable(site, statistic)
+        if reason:
+            return f"{site.name} ({site.form.name}): {reason}"
     draft.become(functional=True)
     for node in writers:
         if node.target not in BY_TARGET:
@@ -98,8 +111,22 @@ def _stuck(draft: Draft, inputs: Inputs, node: Node, writers: list[Node]) -> str
     """Why a node that writes cannot be replaced by one that returns a new value, empty when it can."""
     if node.graph is not draft.graphs[0][1]:
         return f"{node.name} ({node.target}) writes in a nested graph, which cannot hand the new value out"
-    if _functional_twin(node) is None:
+    twin, written = _functional_twin(node), node.args[0] if node.args else None
+    places = [a for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]  # type: ignore[union-attr]
+    if twin is None or len(places) != 1 or not isinstance(written, Node):
         return f"{node.name} ({node.target}) writes in place and has no functional twin"
-    written: Any = node.args[0]
+    if not _alike(node, twin, written):
+        return f"{node.name} ({node.target}) casts to what it writes to, and {twin} does not"
     reason = inputs.shared(written, writers)
     return f"{node.name} ({node.target}): {reason}" if reason else ""
+
+
+def _alike(node: Node, twin: OpOverload, written: Node) -> bool:
+    """Whether the twin returns what the op writes: the same dtype and shape."""
+    place = written.meta.get("val")
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
+    if not isinstance(place, torch.Tensor):
+        return False
+    with torch.no_grad():
+        result = twin(*args, **kwargs)
+    return bool(result.dtype == place.dtype and result.shape == place.shape)

@@ -12,9 +12,9 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_batchnorm.decomps import formula
-from torch_batchnorm.decomps.forms import UPDATED, BatchNorm, Statistics
+from torch_batchnorm.decomps.forms import GRADS, UPDATED, BatchNorm, Statistics
 from torch_batchnorm.passes.program import Draft
-from torch_batchnorm.passes.site import Site
+from torch_batchnorm.passes.site import ORIGIN, Site
 
 aten = torch.ops.aten
 
@@ -32,6 +32,10 @@ def unwritable(site: Site) -> str:
         for role in ("reserve", "impl_index"):
             if site.used(role):
                 return f"its {role} is read, which elementary operations do not have"
+        return ""
+    for role, asked in zip(GRADS, norm.output_mask, strict=True):
+        if site.used(role) and not asked:
+            return f"its {role} is read, which its output_mask leaves out"
     return ""
 
 
@@ -39,8 +43,9 @@ def write_elementary(draft: Draft, site: Site) -> None:
     """Replaces the site's call by the operations of its formula; every output that is read is one of them."""
     node, norm = site.node, site.norm
     of = formula.forward if isinstance(norm, BatchNorm) else formula.gradient
-    made = _inline(site, of)
     writes = isinstance(norm, BatchNorm) and norm.training and site.form.statistics is Statistics.IN_PLACE
+    wanted = {role for role in site.outputs if site.used(role)} | (set(UPDATED) if writes else set())
+    made = _inline(site, of, wanted)
     last = node
     for role, statistic in zip(UPDATED, (norm.running_mean, norm.running_var), strict=True):
         if not writes or role not in made:
@@ -50,20 +55,29 @@ def write_elementary(draft: Draft, site: Site) -> None:
             continue
         with node.graph.inserting_after(last):
             last = node.graph.call_function(aten.copy_.default, (statistic, made[role]))
-        last.meta = {key: value for key, value in statistic.meta.items() if key == "val"}
+        last.meta = {**_carried(node), **{key: value for key, value in statistic.meta.items() if key == "val"}}
     if not norm.training and isinstance(norm, BatchNorm):
         made |= dict(zip(UPDATED, (norm.running_mean, norm.running_var), strict=True))
     for role, holders in site.outputs.items():
         for holder in holders:
             if holder.users:
                 holder.replace_all_uses_with(made[role])
+                draft.renamed[holder.name] = made[role].name
             if holder is not node:
                 node.graph.erase_node(holder)
     node.graph.erase_node(node)
 
 
-def _inline(site: Site, of: Callable[[Any], dict[str, torch.Tensor]]) -> dict[str, Node]:
-    """The nodes of a formula ahead of the site, by the role of the output that each one is."""
+def _carried(node: Node) -> dict[str, Any]:
+    """The metadata of a site for the nodes that stand for it, which have values of their own."""
+    kept = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+    if "custom" in kept:
+        kept["custom"] = {key: value for key, value in kept["custom"].items() if key != ORIGIN}
+    return kept
+
+
+def _inline(site: Site, of: Callable[[Any], dict[str, torch.Tensor]], wanted: set[str]) -> dict[str, Node]:
+    """The nodes of a formula ahead of the site, by the role of the output that each one is, of those wanted."""
     node, norm = site.node, site.norm
     names = [f.name for f in fields(norm) if isinstance(getattr(norm, f.name), Node)]
     values = _in_one_mode([getattr(norm, name).meta["val"] for name in names])
@@ -71,15 +85,15 @@ def _inline(site: Site, of: Callable[[Any], dict[str, torch.Tensor]]) -> dict[st
 
     def traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
         found = of(replace(norm, **dict(zip(names, tensors, strict=True))))
-        roles[:] = found
-        return list(found.values())
+        roles[:] = [role for role in found if role in wanted]
+        return [found[role] for role in roles]
 
     with torch.no_grad():
         graph = make_fx(traced, _allow_non_fake_inputs=True)(*values).graph
     copied: dict[Node, Node] = dict(
         zip(graph.find_nodes(op="placeholder"), (getattr(norm, name) for name in names), strict=True)
     )
-    carried = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta", "custom")}
+    carried = _carried(node)
     with node.graph.inserting_before(node):
         for inner in graph.nodes:
             if inner.op == "call_function":

@@ -18,8 +18,8 @@ from torch_batchnorm.passes.dialect import to_functional, to_training
 from torch_batchnorm.passes.elementary import unwritable, write_elementary
 from torch_batchnorm.passes.mutation import Inputs
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, is_functional, top_module
-from torch_batchnorm.passes.rewriting import roles_kept, write_gradient, write_site
-from torch_batchnorm.passes.site import Site, find_gradients, find_sites
+from torch_batchnorm.passes.rewriting import forward_of, roles_kept, write_gradient, write_site
+from torch_batchnorm.passes.site import Site, find_gradients, find_sites, read_site
 
 aten = torch.ops.aten
 
@@ -130,7 +130,7 @@ class Legalize:
             _write_formulas(draft, inputs, edits, declined)
             return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
         for site in find_gradients(draft.graphs):
-            _apply(draft, site, _gradient_form(site, target), edits, declined)
+            _apply(draft, site, target, edits, declined)
         for site in find_sites(draft.graphs):
             form = site.form if site.norm is None else target.form(site, draft.functional)
             reason = site.problem or _obstacle(site, form, draft.functional, target.pins)
@@ -209,7 +209,8 @@ def _gradient_form(site: Site, target: Target) -> Form:
     return _row(target.gradient if site.norm.training else _NATIVE_GRADIENT)
 
 
-def _apply(draft: Draft, site: Site, form: Form, edits: list[Edit], declined: list[Declined]) -> None:
+def _apply(draft: Draft, site: Site, target: Target, edits: list[Edit], declined: list[Declined]) -> None:
+    form = _gradient_form(site, target)
     if form is site.form:
         return
     reason = site.problem or ("it writes to its out arguments" if site.form.destinations else "")
@@ -217,6 +218,8 @@ def _apply(draft: Draft, site: Site, form: Form, edits: list[Edit], declined: li
         reason = "it has no reserve, which cuDNN's gradient reads: its forward left none"
     if not reason and form.name.startswith(("aten.cudnn", "aten.miopen")) and not all(site.norm.output_mask):
         reason = f"{form.name} computes all three gradients, and its output_mask asks for some"
+    if not reason and target.pins is not None and site.norm.training:
+        reason = _unpinned(site, target, draft.functional)
     if reason:
         declined.append(Declined(site.name, site.module, site.form.name, reason))
         return
@@ -224,8 +227,20 @@ def _apply(draft: Draft, site: Site, form: Form, edits: list[Edit], declined: li
     write_gradient(draft, site, site.norm, form)
 
 
-def _obstacle(site: Site, form: Form, functional: bool, pins: Backend | None) -> str:
-    """Why a site that can be read cannot be written as a row, empty when it can."""
+def _unpinned(site: Site, target: Target, functional: bool) -> str:
+    """Why a gradient cannot be one library's: its forward, which has to be the same one's, will not be."""
+    made = forward_of(site.norm)
+    if made is None or target.form is None:
+        return "its forward is not in the graph, and which kernel ran it is not known"
+    forward = read_site(made, site.path)
+    if forward.norm is None:
+        return forward.problem
+    reason = _obstacle(forward, target.form(forward, functional), functional, target.pins, free=("reserve",))
+    return f"its forward cannot be pinned: {reason}" if reason else ""
+
+
+def _obstacle(site: Site, form: Form, functional: bool, pins: Backend | None, free: tuple[str, ...] = ()) -> str:
+    """Why a site that can be read cannot be written as a row, empty when it can. `free`: outputs to overlook."""
     norm = site.norm
     if norm is None or form is site.form:
         return ""
@@ -237,7 +252,7 @@ def _obstacle(site: Site, form: Form, functional: bool, pins: Backend | None) ->
     rebuilt = () if norm.training else ("save_mean", "save_invstd", "new_running_mean", "new_running_var")
     moved = ("new_running_mean", "new_running_var") if form.statistics is Statistics.IN_PLACE else ()
     for role in site.outputs:
-        if site.used(role) and role not in (*kept, *rebuilt, *moved):
+        if site.used(role) and role not in (*kept, *rebuilt, *moved, *free):
             return f"its {role} is read, which {form.name} does not return"
     if moved and norm.training and site.form.statistics is Statistics.OUTPUTS and norm.running_mean is not None:
         return f"{site.form.name} leaves its statistics as they were, and {form.name} writes them"

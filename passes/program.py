@@ -135,6 +135,7 @@ class Draft:
         self._listed = set() if self.signature is None else {(o.kind, o.target) for o in self.signature.output_specs}
         self._unlisted: dict[Node, tuple[OutputKind, str]] = {}
         self.verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
+        self.renamed: dict[str, str] = {}  # nodes that others stand for now, for the signatures of module calls
         self._unchecked = False  # whether the dialect or the signature's mutations changed
         self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -224,6 +225,7 @@ class Draft:
         if isinstance(self.program, ExportedProgram):
             self.program._graph_signature = self.signature  # type: ignore[assignment]
             self.program._verifiers = self.verifiers
+            self.program._module_call_graph = self._entries()
         return self.program
 
     def _built_copy(self) -> Program:
@@ -245,8 +247,21 @@ class Draft:
         program._state_dict = copy.copy(self.program.state_dict)
         program._constants = copy.copy(self.program.constants)
         program._range_constraints = copy.copy(self.program.range_constraints)
-        program._module_call_graph = list(map(_copy_entry, self.program.module_call_graph))
+        program._module_call_graph = self._entries()
         return program
+
+    def _entries(self) -> list[ModuleCallEntry]:
+        """The module call graph, by the names that its arguments have now."""
+        if not isinstance(self.program, ExportedProgram):
+            return []
+        entries = list(map(_copy_entry, self.program.module_call_graph))
+        for signature in (entry.signature for entry in entries if entry.signature is not None):
+            for argument in (*signature.inputs, *signature.outputs):
+                name = getattr(argument, "name", None)
+                while name in self.renamed:
+                    name = self.renamed[name]
+                    argument.name = name
+        return entries
 
 
 def _renamed(spec: OutputSpec, value: Any) -> OutputSpec:

@@ -42,11 +42,14 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
                 continue
             if role in read and target.roles == OUT:
                 holder.replace_all_uses_with(call)
+                draft.renamed[holder.name] = call.name
                 node.graph.erase_node(holder)
             elif role in read:
                 _become(holder, operator.getitem, (call, target.roles.index(role)))
-            elif holder.users and role in UPDATED and norm.training:
-                holder.replace_all_uses_with(norm.running_mean if role == UPDATED[0] else norm.running_var)
+            elif role in UPDATED and norm.training:
+                written = norm.running_mean if role == UPDATED[0] else norm.running_var
+                holder.replace_all_uses_with(written)
+                draft.renamed[holder.name] = written.name
                 node.graph.erase_node(holder)
             elif holder.users:
                 last.append(holder)  # to right behind the call: there the statistics still are what it read
@@ -111,13 +114,19 @@ def _erase(node: Node) -> None:
             _erase(operand)
 
 
-def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
-    """Hands a gradient of the family the reserve of its forward when that is of the family too, else an empty one."""
+def forward_of(norm: Gradient) -> Node | None:
+    """The batch norm that saved the statistics of a gradient, when it is in the graph."""
     source = norm.save_invstd
     while getattr(source, "target", None) in (aten.detach.default, aten.alias.default):
         source = source.args[0]
     made = source.args[0] if getattr(source, "target", None) is operator.getitem else None
-    forward = BY_TARGET.get(getattr(made, "target", None), (None,))[0]  # type: ignore[arg-type]
+    return made if getattr(made, "target", None) in BY_TARGET else None
+
+
+def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
+    """Hands a gradient of the family the reserve of its forward when that is of the family too, else an empty one."""
+    made = forward_of(norm)
+    forward = None if made is None else BY_TARGET[made.target][0]  # type: ignore[index]
     if made is not None and forward is not None and forward.dialect is Dialect.FAMILY:
         index = forward.roles.index("reserve")
         held = [n for n in made.users if n.target is operator.getitem and n.args[1] == index]

@@ -1,6 +1,7 @@
 """Legalize: every target from every form and dialect, the way back, and what is declined."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -382,3 +383,152 @@ cudnn_batch_norm: (f32[4, 3, 6, 6], f32[3], f32[3], u8[0]) = aten.cudnn_batch_no
 batch_norm: f32[4, 3, 6, 6] = getitem(cudnn_batch_norm, 0)
 return (batch_norm)""",
     )
+
+
+# Found by review: each was silently wrong, or an invalid program.
+
+
+class ReadsStatistics(nn.Module):
+    """Reads its running mean before and after it is updated."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        before = self.bn.running_mean * 2
+        return self.bn(self.linear(x)) + before + self.bn.running_mean * 3
+
+
+@pytest.mark.parametrize("target", [*RUNS_ON_CPU, "math"])
+def test_no_gradient_goes_through_the_statistics(target):
+    x, model = torch.randn(4, 3), ReadsStatistics()
+    program = export(copy.deepcopy(model), x)
+    module = saved_and_loaded(tbn.legalize(program, target)).module()
+    if program.dialect == "TRAINING" and target != "functional":
+        for _ in range(3):
+            for mine, theirs in zip(step(module, x), step(model, x), strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+            with torch.no_grad():
+                torch.testing.assert_close(module(x), model(x))
+        assert not any(buffer.requires_grad for buffer in module.buffers())
+
+
+class KeepsTheOldMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.register_buffer("previous", torch.zeros(3))
+
+    def forward(self, x):
+        self.previous.copy_(self.bn.running_mean)
+        return self.bn(x)
+
+
+@pytest.mark.parametrize("target", ["training", "composite"])
+def test_a_buffer_that_takes_the_old_value_of_another_is_declined(target):
+    program = export(KeepsTheOldMean(), torch.randn(4, 3)).run_decompositions()
+    result = Legalize(target)(program)
+    assert result.modified is False
+    assert "as it was before it is mutated itself" in result.declined[0].reason
+
+
+def _casts(x):
+    y = x * 1
+    y.gt_(0.5)
+    return y
+
+
+class InPlace(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.bn, self.function = nn.BatchNorm1d(3), function
+        self.register_buffer("a", torch.zeros(3))
+
+    def forward(self, x):
+        return self.bn(x), self.function(x)
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+        self.b.running_mean = self.a.running_mean.view(3)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.bn.num_batches_tracked = None
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.bn(x) * 2
+
+
+STUCK = {
+    "a cast in place": (lambda: InPlace(_casts), "casts to what it writes to"),
+    "an op on a list": (lambda: InPlace(lambda x: torch._foreach_add_([x * 1], 1.0)), "has no functional twin"),
+    "statistics that share memory": (Shares, "shares"),
+    "a batch norm in a nested graph": (Nested, "which cannot hand the new value out"),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=("copy", "in place"))
+@pytest.mark.parametrize("consolidated_first", [False, True], ids=("legacy", "consolidated"))
+@pytest.mark.parametrize("name", STUCK)
+def test_what_cannot_be_made_functional_is_declined_whole(name, consolidated_first, inplace):
+    build, reason = STUCK[name]
+    program = export(build(), torch.randn(4, 3))
+    program = tbn.consolidate(program) if consolidated_first else program
+    before = fingerprint(program)
+    result = Legalize("functional", inplace=inplace)(program)
+    assert [reason in d.reason for d in result.declined] == [True], result.declined
+    assert (result.modified, result.program.dialect, fingerprint(program)) == (False, "TRAINING", before)
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=("training IR", "ATEN"))
+@pytest.mark.parametrize("target", [*RUNS_ON_CPU, "math"])
+def test_preserved_module_calls_keep_their_signature(target, decomposed):
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()), torch.randn(4, 3)
+    program = torch.export.export(copy.deepcopy(model), (x,), preserve_module_call_signature=("1",))
+    program = program.run_decompositions() if decomposed else program
+    assert tbn.verify(program) == ()
+    result = Legalize(target)(program)
+    assert tbn.verify(result.program) == ()
+    loaded = saved_and_loaded(result.program)
+    if not decomposed and loaded.dialect == "TRAINING":  # decomposing, PyTorch names a wrong output
+        torch.testing.assert_close(torch.export.unflatten(loaded)(x), model(x))
+
+
+def test_a_gradient_is_pinned_only_with_its_forward():
+    inputs = [torch.randn(4, 3, 2), *(torch.ones(3) for _ in range(4))]
+
+    def joint(eps):
+        def call(x, w, b, m, v):
+            out, mean, invstd, reserve = aten._batch_norm_with_update.default(x, w, b, m, v, 0.1, eps)
+            given = (out, x, w, m, v, mean, invstd, True, eps, [True] * 3, reserve)
+            return out, *aten.batch_norm_backward.default(*given)
+
+        return make_fx(call)(*inputs)
+
+    for library, eps, edits in (("cudnn", 1e-6, 0), ("cudnn", 1e-5, 2), ("miopen", 1e-5, 2)):
+        result = Legalize(library)(joint(eps))
+        assert (len(result.edits), len(result.declined)) == (edits, 2 - edits)
+
+
+def test_a_gradient_that_is_masked_out_and_read_is_declined():
+    graph = torch.fx.Graph()
+    g, x, mean, invstd = (graph.placeholder(name) for name in "gxmi")
+    for node, shape in ((g, (4, 3)), (x, (4, 3)), (mean, 3), (invstd, 3)):
+        node.meta["val"] = torch.ones(shape)
+    args = (g, x, None, None, None, mean, invstd, True, 1e-5, [True, False, True])
+    call = graph.call_function(aten.native_batch_norm_backward.default, args)
+    graph.output(tuple(graph.call_function(operator.getitem, (call, i)) for i in range(3)))
+    result = Legalize("math")(torch.fx.GraphModule({}, graph))
+    assert [d.reason for d in result.declined] == ["its grad_weight is read, which its output_mask leaves out"]
