@@ -32,7 +32,9 @@ def unwritable(site: Site) -> str:
         for role in ("reserve", "impl_index"):
             if site.used(role):
                 return f"its {role} is read, which elementary operations do not have"
-        return ""
+        val = norm.input.meta["val"]
+        few = all(type(size) is int for size in val.shape) and val.numel() <= val.shape[1]
+        return "it has one value a channel or none: its unbiased variance is undefined" if norm.training and few else ""
     for role, asked in zip(GRADS, norm.output_mask, strict=True):
         if site.used(role) and not asked:
             return f"its {role} is read, which its output_mask leaves out"

@@ -203,6 +203,13 @@ def test_a_dynamic_batch_stays_dynamic(target, decomposed):
     torch.testing.assert_close(state_of(module), state_of(model))
 
 
+def test_math_of_one_value_a_channel_is_declined():
+    graph = _valued(call_graph(next(f for f in FORMS if f.overload is aten.batch_norm.default), True))
+    graph.graph.find_nodes(op="placeholder")[0].meta["val"] = torch.empty((1, 3), device="meta")
+    (declined,) = Legalize("math")(graph).declined
+    assert declined.reason == "it has one value a channel or none: its unbiased variance is undefined"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_math_takes_the_statistics_of_half_types_in_float32(dtype):
     x = torch.tensor([[[1.3047, 0.8789]]], dtype=dtype)
