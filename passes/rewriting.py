@@ -58,7 +58,8 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
             else:
                 node.graph.erase_node(holder)
     if node is not call and node.target is not operator.getitem:
-        _erase(node)
+        # only the family has anything filled in for it
+        _erase(node) if site.form.dialect is Dialect.FAMILY else node.graph.erase_node(node)
     writes = site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None
     if writes and norm.training and target.statistics is Statistics.OUTPUTS:
         _list_updates(draft, call, norm, target)
@@ -237,10 +238,10 @@ def _meta(
         vals = tuple(_output_val(draft, known, spelled, target, role) for role in target.roles)
     single = target.roles == OUT and vals is not None
     meta = _carried(call if target.roles == OUT and call.meta else site.node, vals[0] if single else vals)
-    custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != ORIGIN}
-    if filled and target.dialect is Dialect.FAMILY:
-        custom[ORIGIN] = {"form": site.form.name, "filled": list(filled)}
-    if custom or "custom" in meta:
+    if filled or "custom" in meta:
+        custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != ORIGIN}
+        if filled and target.dialect is Dialect.FAMILY:
+            custom[ORIGIN] = {"form": site.form.name, "filled": list(filled)}
         meta["custom"] = custom
     return meta
 
