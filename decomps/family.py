@@ -179,6 +179,12 @@ def _empty(input: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, var
     return out, mean.clone(), torch.rsqrt(var + eps), input.new_empty((0,), dtype=torch.uint8)
 
 
+def written(place: Tensor, result: Tensor) -> Any:
+    """The place, with the result written to it by ATen's rules for resizing and casting."""
+    _maybe_resize_out(place, result.shape)
+    return _safe_copy_out(copy_from=result, copy_to=place)
+
+
 def _into(out: Sequence[Tensor] | None, results: T) -> T:
     """The results, written to `out` by ATen's rules for resizing and casting when it is given."""
     if out is None:
@@ -187,8 +193,7 @@ def _into(out: Sequence[Tensor] | None, results: T) -> T:
     if len(out) != len(found):
         _refuse("out", "out", f"{len(out)} tensors", f"{len(found)}, one for each result")
     for result, place in zip(found, out, strict=True):
-        _maybe_resize_out(place, result.shape)
-        _safe_copy_out(copy_from=result, copy_to=place)
+        written(place, result)
     return tuple(out)  # type: ignore[return-value]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_batchnorm.decomps.forms import BatchNorm, Gradient
+from torch_batchnorm.decomps.forms import GRADS, BatchNorm, Gradient
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -71,7 +71,7 @@ def gradient(norm: Gradient) -> dict[str, Tensor]:
     scale = invstd if norm.weight is None else invstd * norm.weight.to(dtype)
     parameter = norm.input.dtype if norm.weight is None else norm.weight.dtype
     found: dict[str, Any] = {}
-    wanted = dict(zip(("grad_input", "grad_weight", "grad_bias"), norm.output_mask, strict=True))
+    wanted = dict(zip(GRADS, norm.output_mask, strict=True))
     if wanted["grad_input"]:
         centered = g
         if norm.training:

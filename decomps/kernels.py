@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table, meta_table
-from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch._subclasses.fake_impls import register_op_impl
 
+from torch_batchnorm.decomps.family import written
 from torch_batchnorm.decomps.forms import (
     BY_TARGET,
     GRADIENT_BY_TARGET,
@@ -54,8 +54,7 @@ def run_pinned(library: str, form: Form, record: BatchNorm | Gradient) -> Any:
     found.setdefault("reserve", record.input.new_empty((0,), dtype=torch.uint8))
     found |= {"new_running_mean": record.running_mean, "new_running_var": record.running_var}
     for role, place in record.out.items():
-        _maybe_resize_out(place, found[role].shape)
-        found[role] = _safe_copy_out(copy_from=found[role], copy_to=place)
+        found[role] = written(place, found[role])
     return tuple(found[role] for role in form.roles)
 
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_batchnorm.decomps.family import written
 from torch_batchnorm.decomps.forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics, family_form
 
 aten = torch.ops.aten
@@ -66,7 +65,7 @@ def _forward(form: Form, reserves: Reserves) -> Decomposition:
         if not norm.training and form.statistics is Statistics.OUTPUTS:
             found |= {"new_running_mean": norm.running_mean.clone(), "new_running_var": norm.running_var.clone()}
         for role, place in norm.out.items():
-            found[role] = _written(place, found[role])
+            found[role] = written(place, found[role])
         results = tuple(found[role] for role in form.roles)
         return results if len(results) > 1 else results[0]
 
@@ -88,11 +87,6 @@ _ONES, _ZEROS = aten.new_ones.default, aten.new_zeros.default
 _FILLS = {"weight": _ONES, "bias": _ZEROS, "running_mean": _ZEROS, "running_var": _ONES}
 
 
-def _written(place: Tensor, result: Tensor) -> Any:
-    _maybe_resize_out(place, result.shape)
-    return _safe_copy_out(copy_from=result, copy_to=place)
-
-
 def _gradient(form: Form, reserves: Reserves) -> Decomposition:
     def lowered(*args: Any, **kwargs: Any) -> Any:
         norm = form.read(args, kwargs)
@@ -112,7 +106,7 @@ def _gradient(form: Form, reserves: Reserves) -> Decomposition:
         args, _ = _TARGET.write(norm)
         grads: Sequence[Any] = _TARGET.overload(*args)
         return tuple(
-            _written(norm.out[role], grad) if role in norm.out else grad
+            written(norm.out[role], grad) if role in norm.out else grad
             for role, grad in zip(_TARGET.roles, grads, strict=True)
         )
 

@@ -167,7 +167,7 @@ def _obstacle(site: Site, inputs: Inputs | None) -> str:
             return "its out argument may be resized, and into which layout differs by form: allocate it in full"
     writes = norm.training and norm.running_mean is not None and form.statistics is Statistics.IN_PLACE
     if inputs is not None and writes:
-        return inputs.unlistable(site, norm.running_mean) or inputs.unlistable(site, norm.running_var)
+        return inputs.unlistable_update(site)
     return ""
 
 

@@ -81,8 +81,8 @@ def to_functional(draft: Draft, inputs: Inputs) -> str:
         if site.form.statistics is not Statistics.IN_PLACE or (norm is not None and norm.training is False):
             continue
         reason = site.problem or ("" if norm is not None else f"{site.name} cannot be read")
-        for statistic in () if norm is None or norm.running_mean is None else (norm.running_mean, norm.running_var):
-            reason = reason or inputs.unlistable(site, statistic)
+        if not reason and norm is not None and norm.running_mean is not None:
+            reason = inputs.unlistable_update(site)
         if reason:
             return f"{site.name} ({site.form.name}): {reason}"
     draft.become(functional=True)

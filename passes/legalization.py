@@ -135,8 +135,7 @@ class Legalize:
             form = site.form if site.norm is None else target.form(site, draft.functional)
             reason = site.problem or _obstacle(site, form, draft.functional, target.pins)
             if not reason and draft.functional and inputs is not None and _hides(site, form):
-                norm = site.norm
-                reason = inputs.unlistable(site, norm.running_mean) or inputs.unlistable(site, norm.running_var)
+                reason = inputs.unlistable_update(site)
             if reason:
                 declined.append(Declined(site.name, site.module, site.form.name, reason))
             elif form is not site.form:
@@ -183,8 +182,7 @@ def _write_formulas(draft: Draft, inputs: Inputs | None, edits: list[Edit], decl
         for site in find(draft.graphs):
             reason = site.problem or unwritable(site)
             if not reason and draft.functional and inputs is not None and _writes(site):
-                norm = site.norm
-                reason = inputs.unlistable(site, norm.running_mean) or inputs.unlistable(site, norm.running_var)
+                reason = inputs.unlistable_update(site)
             if reason:
                 declined.append(Declined(site.name, site.module, site.form.name, reason))
                 continue

@@ -28,6 +28,10 @@ class Inputs:
         self.program = program
         self.specs = input_specs(program)
 
+    def unlistable_update(self, site: Site) -> str:
+        """Why the update of the site's statistics cannot be listed, empty when it can."""
+        return self.unlistable(site, site.norm.running_mean) or self.unlistable(site, site.norm.running_var)
+
     def unlistable(self, site: Site, statistic: Node) -> str:
         """Why the site's write to this statistic cannot be listed, empty when it can.
 
