@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table, meta_table
+from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import register_op_impl
 
 from torch_batchnorm.decomps.family import written
@@ -98,28 +100,50 @@ def _lacks_reserve(gradient: Gradient) -> bool:
     return chosen.name == "Cudnn" and bool(bindings._get_cudnn_batch_norm_reserve_space_size(x, True))
 
 
-# Fake tensors: PyTorch asks the CUDA driver how large cuDNN's reserve is, which fails where there is no driver, and
-# compares a dynamic batch with cuDNN's limit, which pins it.
+# Fake tensors. What PyTorch says of the family is what its decompositions return: other dtypes and strides than the
+# kernels', which a compiler that calls the kernels reads wrongly. On CUDA it also asks the driver how large cuDNN's
+# reserve is, which fails where there is no driver, and compares a dynamic batch with cuDNN's limit, which pins it.
 
 
 def _fake(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Shapes of a forward of the family: on CUDA by its schema alone when there is no driver to ask or a size is
-    dynamic (the reserve, whose size only the driver knows, is [0] then); what PyTorch says otherwise.
+    """What the kernel of a forward of the family returns. The size of the reserve, which only the driver knows, is [0]
+    when there is none to ask or a size is dynamic.
     """
     form = BY_TARGET[func][0]
     norm = form.read(args, kwargs)
-    dynamic = any(type(size) is not int for size in norm.input.shape)
+    x, statistic = norm.input, norm.running_mean
+    half = x.dtype in (torch.float16, torch.bfloat16)
     with fake_mode:
-        if norm.input.device.type != "cuda" or (torch.cuda.is_available() and not dynamic):
-            return decomposition_table[func](*args, **kwargs)
-        return _shapes(form, norm)
+        saved = statistic.new_empty((0,) if _unsaved(norm) else statistic.shape)
+        saved = saved.float() if half and x.device.type != "cpu" else saved
+        made = dict.fromkeys(("save_mean", "save_invstd"), saved)
+        made |= dict.fromkeys(("new_running_mean", "new_running_var"), statistic)
+        made |= {"out": _like_input(x), "reserve": _reserve(norm)}
+        return tuple(made[role] if role == "reserve" else torch.empty_like(made[role]) for role in form.roles)
 
 
-def _shapes(form: Form, norm: BatchNorm) -> tuple[Tensor, ...]:
-    made = {role: torch.empty_like(norm.running_mean) for role in form.roles}
-    made["out"] = torch.empty_like(norm.input)
-    made["reserve"] = norm.input.new_empty((0,), dtype=torch.uint8)
-    return tuple(made[role] for role in form.roles)
+def _unsaved(norm: BatchNorm) -> bool:
+    return not norm.training and norm.input.device.type == "cpu"
+
+
+def _like_input(input: Tensor) -> Tensor:
+    """An activation as the kernels allocate it: in the memory format that the input is in, or nearly in."""
+    return torch.empty_like(input, memory_format=suggest_memory_format(input))
+
+
+def _reserve(norm: BatchNorm) -> Any:
+    asked = norm.input.device.type == "cuda" and torch.cuda.is_available()
+    if not asked or any(type(size) is not int for size in norm.input.shape):
+        return norm.input.new_empty((0,), dtype=torch.uint8)
+    tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    return _get_batch_norm_reserve_tensor(*tensors, norm.eps, norm.training)
+
+
+def _fake_gradient(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    gradient = _BACKWARD.read(args, kwargs)
+    with fake_mode:
+        made = (_like_input(gradient.input), torch.empty_like(gradient.weight), torch.empty_like(gradient.weight))
+        return tuple(grad if asked else None for grad, asked in zip(made, gradient.output_mask, strict=True))
 
 
 _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -132,13 +156,14 @@ def register() -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_backward", "CUDA") and torch.version.cuda:
         original = torch.library.get_kernel("aten::batch_norm_backward", "CUDA")
         _library.impl("batch_norm_backward", _backward_on_cuda(original), "CUDA", with_keyset=True)
-    for op in (
-        aten._batch_norm_with_update.default,
-        aten._batch_norm_with_update_functional.default,
-        aten._batch_norm_no_update.default,
+    for op, fake in (
+        (aten._batch_norm_with_update.default, _fake),
+        (aten._batch_norm_with_update_functional.default, _fake),
+        (aten._batch_norm_no_update.default, _fake),
+        (aten.batch_norm_backward.default, _fake_gradient),
     ):
         meta_table[op] = decomposition_table[op]  # a fake tensor asks a decomposition first, unless there is a meta
-        register_op_impl(op)(_fake)
+        register_op_impl(op)(fake)
 
 
 register()

@@ -16,6 +16,8 @@ from torch_batchnorm.errors import InvalidOutput as InvalidOutput
 from torch_batchnorm.errors import InvalidProgram as InvalidProgram
 from torch_batchnorm.passes.consolidation import Consolidate as Consolidate
 from torch_batchnorm.passes.consolidation import consolidate as consolidate
+from torch_batchnorm.passes.inductor import InductorBatchNorm as InductorBatchNorm
+from torch_batchnorm.passes.inductor import inductor_options as inductor_options
 from torch_batchnorm.passes.legalization import TARGETS as TARGETS
 from torch_batchnorm.passes.legalization import Legalize as Legalize
 from torch_batchnorm.passes.legalization import legalize as legalize
