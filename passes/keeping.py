@@ -116,7 +116,7 @@ def _obstacle(site: Site) -> str:
         return "one of its tensors is of a subclass, whose rules are for ATen's own ops"
     if any("_functorch" in (getattr(node.target, "__module__", None) or "") for node in site.node.graph.nodes):
         return "it is under a transform of torch.func"
-    if norm.missing and type(values.input.shape[1]) is not int:
+    if norm.missing and type(_channels(norm)) is not int:
         return f"its channel count is dynamic, and its {norm.missing[0]} has to be filled in"
     if 0 in values.input.shape:
         return "its batch is empty, which the family refuses in training"
@@ -163,7 +163,13 @@ def _fill(norm: BatchNorm, name: str) -> Node:
     there = (getattr(norm, field) for field in ("weight", "bias", "running_mean"))
     like = next((tensor for tensor in there if tensor is not None), norm.input)
     make = (aten.new_zeros.default, aten.new_ones.default)[NEUTRAL[name]]
-    return like.graph.call_function(make, (like, [_value(norm.input).shape[1]]))  # type: ignore[no-any-return]
+    return like.graph.call_function(make, (like, [_channels(norm)]))  # type: ignore[no-any-return]
+
+
+def _channels(norm: BatchNorm) -> Any:
+    """How many channels there are: what is [C] may say it where the input's shape is dynamic."""
+    sizes = (_value(getattr(norm, name)).shape[0] for name in NEUTRAL if getattr(norm, name) is not None)
+    return next(sizes, _value(norm.input).shape[1])
 
 
 # Calling.
