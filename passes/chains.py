@@ -146,7 +146,7 @@ def _operands(
 def _refused(norm: BatchNorm | Gradient) -> str:
     """Why the family's kernels refuse the dtypes of a record, empty when they take them."""
     input = norm.input.meta["val"].dtype
-    parameters = {f: val.dtype for f in PARAMETERS if (val := val_of(getattr(norm, f))) is not None}
+    parameters = {f: val.dtype for f in PARAMETERS if (val := val_of(getattr(norm, f, None))) is not None}
     half = input in (torch.float16, torch.bfloat16)
     found = {*parameters.values()}
     if found <= {input} or (half and found == {torch.float32}):

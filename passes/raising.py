@@ -27,7 +27,7 @@ from torch_batchnorm.passes.recognition import Candidate, find_forwards, find_gr
 from torch_batchnorm.passes.reference import WHOLE, References, saved_dtype
 from torch_batchnorm.passes.rewriting import wire_reserve, write_gradient, write_site
 from torch_batchnorm.passes.site import Site, read_gradient, read_site
-from torch_batchnorm.passes.values import source_of, val_of
+from torch_batchnorm.passes.values import cast_of, transparent, val_of
 
 aten = torch.ops.aten
 
@@ -77,8 +77,7 @@ class RaiseDecomposed:
                     edits.append(edit)
                     unwired.append((call, norm))
             for call, norm in unwired:
-                # on CPU the decomposition rounds what it saves, so that a cast may lie in between
-                wire_reserve(draft, call, replace(norm, save_invstd=source_of(norm.save_invstd, casts=True)))
+                wire_reserve(draft, call, replace(norm, save_invstd=_saved(norm.save_invstd)))
         return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
 
 
@@ -107,6 +106,13 @@ def _candidates(graph: Graph) -> Iterator[Candidate]:
 
 def _module(node: Node) -> str:
     return Site(node, "", _GRADIENT, None).module
+
+
+def _saved(node: Any) -> Any:
+    """What a saved statistic was before it was viewed or rounded: on CPU the decomposition rounds what it saves."""
+    while isinstance(node, Node) and (before := transparent(node) or cast_of(node)) is not None:
+        node = before
+    return node
 
 
 # Plan.

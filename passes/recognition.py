@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_batchnorm.decomps.forms import BatchNorm, Gradient
+from torch_batchnorm.decomps.forms import BY_TARGET, BatchNorm, Gradient
+from torch_batchnorm.passes.site import read_site
 from torch_batchnorm.passes.values import cast_of, channel_axis, op_of, source_of, transparent, val_of
 
 aten = torch.ops.aten
 
 _REDUCTIONS = ("var_mean", "mean", "sum", "var", "amax", "amin", "norm")
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default}
-_NO_MOMENTUM = 0.1  # what eval is written with: torch.nn's default, as nothing reads it
+# torch.nn's defaults, for what the operations do not say because nothing reads it.
+_MOMENTUM, _EPS = 0.1, 1e-5
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def _forward(anchor: Node) -> Candidate | None:
     if type(eps) not in (int, float):
         return Candidate(anchor, "", (), f"its eps is {eps}, not a literal number")
     torchs = anchor.target is aten.sqrt.default or op_of(getattr(reduced, "node", None)) == "var_mean"
-    record = BatchNorm(None, None, None, None, None, training, _NO_MOMENTUM, eps)
+    record = BatchNorm(None, None, None, None, None, training, _MOMENTUM, eps)
     record = _updates(record, mean, var) if training else replace(record, running_var=source_of(var, casts=True))
     guesses = []
     for chain, casts in product(chains, (False,) if torchs else (True, False)):  # the formula casts its operands
@@ -212,7 +214,7 @@ def _updates(record: BatchNorm, mean: Any, var: Any) -> BatchNorm:
     """The record with the running statistics that mean and variance are averaged into, and with which momentum."""
     averaged = _averaged(mean) if mean is not None else None
     spread = _averaged(var) or next((a for n, _ in readers(var, "mul") if (a := _averaged(n)) is not None), None)
-    momentum = (averaged or spread or (_NO_MOMENTUM, None))[0]
+    momentum = (averaged or spread or (_MOMENTUM, None))[0]
     return replace(
         record,
         momentum=momentum,
@@ -284,14 +286,35 @@ def _scale(dot: Node) -> Any:
 def _gradients(grad: Any, chain: _Chain, inverse: Any) -> Iterator[Gradient]:
     """The records that a chain may be of: with a weight or without, of what was cast or of the cast, in training or eval."""
     held, mean = source_of(inverse, casts=True), source_of(chain.mean, casts=True)
-    shifted = source_of(held.args[0]) if op_of(held) == "rsqrt" else None
-    eps = shifted.args[1] if op_of(shifted) == "add" and len(shifted.args) == 2 else None
-    running = source_of(shifted.args[0], casts=True) if type(eps) in (int, float) else None
+    spread, eps = _shifted(held)
+    running = source_of(spread, casts=True)
+    saved_eps = eps if eps is not None else _forward_eps(held)
     for weight, casts in product((*_weights(held), None), (True, False)):
         whole = source_of(grad, casts), source_of(chain.input, casts)
-        if running is not None and not _reduction(running):
+        if eps is not None and not _reduction(running):
             yield Gradient(*whole, weight, mean, running, None, None, False, eps, [True] * 3, None)
-        yield Gradient(*whole, weight, None, None, mean, held, True, 0.0, [True] * 3, None)
+        yield Gradient(*whole, weight, None, None, mean, held, True, saved_eps, [True] * 3, None)
+
+
+def _shifted(inverse: Any) -> tuple[Any, Any]:
+    """The variance and the literal eps of rsqrt(var + eps), None of anything else."""
+    shifted = source_of(inverse.args[0]) if op_of(inverse) == "rsqrt" else None
+    if op_of(shifted) == "add" and len(shifted.args) == 2 and type(shifted.args[1]) in (int, float):
+        return shifted.args
+    return None, None
+
+
+def _forward_eps(saved: Any) -> float:
+    """The eps of the forward that saved a statistic, when it is in the graph. No gradient of batch statistics reads it,
+    but the library's kernels ask that it is not too small.
+    """
+    while isinstance(saved, Node) and (before := transparent(saved) or cast_of(saved)) is not None:
+        saved = before
+    made = saved.args[0] if getattr(saved, "target", None) is operator.getitem else None
+    if getattr(made, "target", None) in BY_TARGET:
+        return float(read_site(made).norm.eps)
+    eps = _shifted(saved)[1]
+    return _EPS if eps is None else float(eps)
 
 
 def _weights(inverse: Node) -> list[Node]:

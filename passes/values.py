@@ -82,10 +82,19 @@ def transparent(node: Node) -> Node | None:
     return source if node.target in _VIEWS or node.target in _CASTS else None
 
 
+def widened(node: Node) -> Node | None:
+    """What a node casts without a loss, None when it is no such cast: what is rounded and widened again is another value."""
+    source = cast_of(node)
+    if source is None:
+        return None
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    return source if torch.promote_types(before, after) == after else None
+
+
 def source_of(node: Any, casts: bool = False) -> Any:
-    """The first node that had the value, that of its casts too if asked. A literal is its own source."""
+    """The first node that had the value, before lossless casts too if asked. A literal is its own source."""
     while isinstance(node, Node):
-        before = transparent(node) or (cast_of(node) if casts else None)
+        before = transparent(node) or (widened(node) if casts else None)
         if before is None:
             break
         node = before
