@@ -71,21 +71,15 @@ def _forward(anchor: Node) -> Candidate | None:
         return None
     var, eps = source_of(shifted.args[0]), shifted.args[1]
     training, mean, reduced = _statistics(var)
-    chains = [chain for inverse in _inverses(anchor) for chain in _affine(inverse, var)]
-    if not chains:
+    if reduced is not None and (reason := _other_dimensions(anchor, mean, reduced)) is not None:
+        return Candidate(anchor, "", (), reason) if reason else None
+    chains = [chain for inverse in _inverses(anchor) for chain in _affine(inverse)]
+    if not chains or _regrouped(chains[0].input):
         return None
-    shape = val_of(chains[0].input).shape  # type: ignore[union-attr]
-    everything = [d for d in range(len(shape)) if d != 1]
-    if reduced is not None:
-        dims = sorted(d % len(shape) for d in reduced.dims)
-        if 0 not in dims or 1 in dims or _regrouped(chains[0].input):
-            return None  # of a layer, a group, an instance or a weight
-        if dims != everything:
-            return Candidate(anchor, "", (), f"it reduces over dimensions {dims}, expected {everything}")
-        if reduced.correction not in (0, 0.0):
-            return Candidate(anchor, "", (), f"its correction is {reduced.correction}, expected 0: the biased variance")
-    elif _reduction(source_of(var, casts=True)) or _reduction(source_of(chains[0].mean, casts=True)):
+    if reduced is None and any(_reduction(source_of(n, casts=True)) for n in (var, chains[0].mean)):
         return None
+    if reduced is not None and reduced.correction not in (0, 0.0):
+        return Candidate(anchor, "", (), f"its correction is {reduced.correction}, expected 0: the biased variance")
     if type(eps) not in (int, float):
         return Candidate(anchor, "", (), f"its eps is {eps}, not a literal number")
     torchs = anchor.target is aten.sqrt.default or op_of(getattr(reduced, "node", None)) == "var_mean"
@@ -123,6 +117,22 @@ def _statistics(var: Any) -> tuple[bool, Any, _Reduced | None]:
         if op_of(centered) == "sub":
             return True, source_of(centered.args[1]), _Reduced(var, var.args[1], 0)
     return False, None, None
+
+
+def _other_dimensions(anchor: Node, mean: Any, reduced: _Reduced) -> str | None:
+    """None for a reduction over all dimensions but the channels'. Of another the reason why it is none of batch norm;
+    empty where there is none to give: a layer, a group, an instance or a weight is normalised.
+    """
+    val = val_of(reduced.node.args[0])
+    if val is None:
+        return ""
+    found, expected = sorted(d % val.ndim for d in reduced.dims), [d for d in range(val.ndim) if d != 1]
+    if val.ndim > 1 and found == expected:
+        return None
+    if 0 not in found or 1 in found:
+        return ""
+    normalised = [o for _, other in readers(anchor, "mul") if op_of(o := source_of(other)) == "sub" and mean in o.args]
+    return f"it reduces over dimensions {found}, expected {expected}" if normalised else ""
 
 
 def _reduction(node: Any) -> bool:
@@ -163,7 +173,7 @@ class _Chain:
     bias: Any = None
 
 
-def _affine(inverse: Node, var: Any) -> Iterator[_Chain]:
+def _affine(inverse: Node) -> Iterator[_Chain]:
     """What an inverse deviation scales, and what is multiplied and added then, the longest chain first."""
     for scaled, other in readers(inverse, "mul"):
         if (centered := _centered(other)) is not None:
