@@ -53,7 +53,9 @@ def hold(norm: BatchNorm | Gradient, reference: Reference) -> Chain | str:
         if outside and number[node] in ends:
             outputs[ends[number[node]]].append(node)
         elif outside and not reference.shareable(number[node]):
-            return f"its {node.name} is read by {outside[0].name} ({outside[0].target}), and batch norm does not return it"
+            return (
+                f"its {node.name} is read by {outside[0].name} ({outside[0].target}), and batch norm does not return it"
+            )
     if not outputs or (isinstance(norm, BatchNorm) and "out" not in outputs):
         return "nothing reads what it normalises"
     for node in (node for role in outputs if role.startswith("save") for node in outputs[role]):
@@ -118,7 +120,7 @@ def _behind(ends: Iterable[Node], inner: set[Node]) -> set[Node]:
 
 def live(node: Node, depth: int = 4) -> bool:
     """Whether something comes of a node: graphs that were not cleaned hold views that nothing reads."""
-    if node.op != "call_function" or node.users and not depth:
+    if node.op != "call_function" or (node.users and not depth):
         return True
     return node.is_impure() or any(live(user, depth - 1) for user in node.users)
 

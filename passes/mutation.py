@@ -106,7 +106,9 @@ def accesses(node: Node) -> tuple[list[Node], list[Node]]:
     base = node
     while base.op == "call_function" and may_alias(base) and base.all_input_nodes:
         base = base.all_input_nodes[0]
-    reads, writes, seen, work = [], [], {base}, [base]
+    reads: list[Node] = []
+    writes: list[Node] = []
+    seen, work = {base}, [base]
     while work:
         alias = work.pop()
         for user in alias.users:

@@ -171,7 +171,7 @@ def _misplaced(chain: Chain) -> str:
 
 
 def _place(chain: Chain) -> tuple[Node, Node]:
-    """The first result, ahead of which the call goes, and the last operand, behind which it goes if that comes later."""
+    """The first result, ahead of which the call goes, and the last operand, behind which it goes if it is later."""
     return min(chain.results), max(chain.operands.values())
 
 
@@ -189,16 +189,17 @@ def _raise_forward(draft: Draft, chain: Chain, path: str) -> Edit:
     name = chain.outputs["out"][0].name
     call = _write(chain, form, [vals[role] for role in form.roles])
     site = read_site(call, path)
-    target = family_target(form, site.norm, draft.functional)  # type: ignore[arg-type]
+    target = family_target(form, site.norm, draft.functional)
     write_site(draft, site, site.norm, target)
     return Edit(f"{path}.{name}" if path else name, site.module, ELEMENTARY, target.name)
 
 
 def _raise_gradient(draft: Draft, chain: Chain, path: str) -> tuple[Edit, Node, Gradient]:
+    norm: Any = chain.norm
     mask = [role in chain.outputs for role in GRADS]
     vals = [chain.outputs[role][0].meta["val"] if asked else None for role, asked in zip(GRADS, mask, strict=True)]
     name = min(chain.results).name
-    call = _write(replace(chain, norm=replace(chain.norm, output_mask=mask)), _NATIVE_GRADIENT, vals)
+    call = _write(replace(chain, norm=replace(norm, output_mask=mask)), _NATIVE_GRADIENT, vals)
     site = read_gradient(call, path)
     written = write_gradient(draft, site, site.norm, _GRADIENT)
     edit = Edit(f"{path}.{name}" if path else name, site.module, ELEMENTARY, _GRADIENT.name)
@@ -216,6 +217,7 @@ def _core_form(norm: BatchNorm) -> Form:
 
 def _write(chain: Chain, form: Form, vals: list[Any]) -> Node:
     """Writes one call for the chain; what held its results reads them from the call, and the rest is erased."""
+    norm: Any = chain.norm
     place, last = _place(chain)
     graph, results = place.graph, sorted(chain.results)
     origin = chain.outputs["out"][0] if "out" in chain.outputs else place
@@ -225,7 +227,7 @@ def _write(chain: Chain, form: Form, vals: list[Any]) -> Node:
     call.meta = {**carried, "val": tuple(vals)}
     with graph.inserting_before(call):
         operands = {field: _flat(field, node) for field, node in chain.operands.items()}
-    call.args = form.write(replace(chain.norm, **operands))[0]
+    call.args = form.write(replace(norm, **operands))[0]
     if last >= place:
         for result in reversed(results):
             call.append(result)
@@ -262,7 +264,7 @@ def _hold(call: Node, index: int, val: torch.Tensor, nodes: list[Node]) -> None:
 
 
 def _sweep(nodes: Iterable[Node]) -> None:
-    """Erases those of the nodes that nothing reads, with the views that nobody reads and the sizes read for them alone."""
+    """Erases those of the nodes that nothing reads, with their unread views and the sizes read for them alone."""
     work = sorted(nodes)
     while work:
         node = work.pop()

@@ -40,8 +40,9 @@ class Candidate:
 
 
 def find_forwards(graph: Graph) -> Iterator[Candidate]:
-    """What looks like a batch norm's forward, anchored at its 1/sqrt(var + eps). Each is read when it is reached, so that
-    the graph may be edited meanwhile.
+    """What looks like a batch norm's forward, anchored at its 1/sqrt(var + eps).
+
+    Each is read when it is reached, so that the graph may be edited meanwhile.
     """
     for target in (aten.rsqrt.default, aten.sqrt.default):
         for node in sorted(graph.find_nodes(op="call_function", target=target)):
@@ -105,13 +106,13 @@ class _Reduced:
 
 def _statistics(var: Any) -> tuple[bool, Any, _Reduced | None]:
     """Whether a variance is a batch's, the mean that was found with it, and how it was reduced."""
-    made = var.args[0] if getattr(var, "target", None) is operator.getitem else None
+    made: Any = var.args[0] if getattr(var, "target", None) is operator.getitem else None
     if op_of(made) == "var_mean" and made.target is aten.var_mean.correction and var.args[1] == 0:
         mean = next((n for n in made.users if n.target is operator.getitem and n.args[1] == 1), None)
         dims = made.args[1] if len(made.args) > 1 else made.kwargs.get("dim")
         correction = made.kwargs.get("correction")
         return True, mean, _Reduced(made, dims or [], 1 if correction is None else correction)
-    squared = source_of(var.args[0]) if op_of(var) == "mean" and len(var.args) > 1 else None
+    squared: Any = source_of(var.args[0]) if op_of(var) == "mean" and len(var.args) > 1 else None
     if op_of(squared) == "mul" and squared.args[0] is squared.args[1]:
         centered = source_of(squared.args[0])
         if op_of(centered) == "sub":
@@ -294,7 +295,7 @@ def _scale(dot: Node) -> Any:
 
 
 def _gradients(grad: Any, chain: _Chain, inverse: Any) -> Iterator[Gradient]:
-    """The records that a chain may be of: with a weight or without, of what was cast or of the cast, in training or eval."""
+    """The records that a chain may be of: with or without a weight, of what was cast or the cast, in both modes."""
     held, mean = source_of(inverse, casts=True), source_of(chain.mean, casts=True)
     spread, eps = _shifted(held)
     running = source_of(spread, casts=True)
@@ -308,9 +309,9 @@ def _gradients(grad: Any, chain: _Chain, inverse: Any) -> Iterator[Gradient]:
 
 def _shifted(inverse: Any) -> tuple[Any, Any]:
     """The variance and the literal eps of rsqrt(var + eps), None of anything else."""
-    shifted = source_of(inverse.args[0]) if op_of(inverse) == "rsqrt" else None
+    shifted: Any = source_of(inverse.args[0]) if op_of(inverse) == "rsqrt" else None
     if op_of(shifted) == "add" and len(shifted.args) == 2 and type(shifted.args[1]) in (int, float):
-        return shifted.args
+        return shifted.args[0], shifted.args[1]
     return None, None
 
 
@@ -320,7 +321,7 @@ def _forward_eps(saved: Any) -> float:
     """
     while isinstance(saved, Node) and (before := transparent(saved) or cast_of(saved)) is not None:
         saved = before
-    made = saved.args[0] if getattr(saved, "target", None) is operator.getitem else None
+    made: Any = saved.args[0] if getattr(saved, "target", None) is operator.getitem else None
     if getattr(made, "target", None) in BY_TARGET:
         return float(read_site(made).norm.eps)
     eps = _shifted(saved)[1]

@@ -12,10 +12,9 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_batchnorm.decomps import formula
-from torch_batchnorm.decomps.forms import GRADS, SAVED, UPDATED, BatchNorm, Gradient
+from torch_batchnorm.decomps.forms import FIELDS, GRADS, SAVED, UPDATED, BatchNorm, Gradient
 from torch_batchnorm.passes.elementary import in_one_mode
 from torch_batchnorm.passes.values import Key, cast_of, key_of, references, val_of
-
 
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 WHOLE = ("input", "grad_out")  # the operands of shape [N, C, *]; every other has one value a channel
@@ -57,8 +56,9 @@ class Reference:
 
 def _torch_forward(norm: BatchNorm) -> dict[str, torch.Tensor]:
     """Source: torch/_decomp/decompositions.py, which returns the running statistics unrounded."""
-    values = [getattr(norm, f) for f in ("input", "weight", "bias", "running_mean", "running_var")]
-    out = native_batch_norm_helper(*values, norm.training, norm.momentum, norm.eps, functional=True)
+    found: dict[str, Any]
+    helper: Any = native_batch_norm_helper
+    out = helper(*[getattr(norm, field) for field in FIELDS], functional=True)
     found = dict(zip((*SAVED, *UPDATED), out, strict=True))
     if not norm.training:
         return {"out": found["out"]}
@@ -73,12 +73,23 @@ def _formula_forward(norm: BatchNorm) -> dict[str, torch.Tensor]:
 
 
 def _torch_gradient(norm: Gradient) -> dict[str, torch.Tensor]:
-    asked = ("grad_out", "input", "weight", "running_mean", "running_var", "save_mean", "save_invstd", "training", "eps")
-    found = native_batch_norm_backward(*[getattr(norm, field) for field in asked], [True, True, True])
+    decomposition: Any = native_batch_norm_backward
+    asked = (
+        "grad_out",
+        "input",
+        "weight",
+        "running_mean",
+        "running_var",
+        "save_mean",
+        "save_invstd",
+        "training",
+        "eps",
+    )
+    found = decomposition(*[getattr(norm, field) for field in asked], [True, True, True])
     return dict(zip(GRADS, found, strict=True))
 
 
-# Who emits a decomposed batch norm: torch's own tables, Inductor's among them, and this library's `legalize(_, "math")`.
+# Who emits decomposed batch norm: torch's own tables, Inductor's among them, and this library's `legalize(_, "math")`.
 EMITTERS: Mapping[str, Mapping[type, Callable[[Any], dict[str, torch.Tensor]]]] = {
     "torch": {BatchNorm: _torch_forward, Gradient: _torch_gradient},
     "formula": {BatchNorm: _formula_forward, Gradient: formula.gradient},
@@ -117,7 +128,7 @@ def _described(value: Any) -> str:
     return repr(value) if val is None else f"{tuple(val.shape)} {val.dtype} {val.device}"
 
 
-def _traced(norm: BatchNorm | Gradient, emit: Callable[[Any], dict[str, torch.Tensor]]) -> Reference:
+def _traced(norm: Any, emit: Callable[[Any], dict[str, torch.Tensor]]) -> Reference:
     names = [f.name for f in fields(norm) if isinstance(getattr(norm, f.name), Node)]
     values = in_one_mode([getattr(norm, name).meta["val"] for name in names])
     # statistics may come as [1, C, 1, 1]: the reference takes them as [C]
@@ -146,7 +157,7 @@ def _traced(norm: BatchNorm | Gradient, emit: Callable[[Any], dict[str, torch.Te
 
 
 def _kept(norm: BatchNorm | Gradient, role: str, node: Node) -> Node:
-    """The node that is an output as the family returns it: of a saved statistic the one before it is rounded, if that."""
+    """The node that is an output as the family returns it: of a saved statistic, the one before it is rounded."""
     before = cast_of(node)
     if role in ("save_mean", "save_invstd") and before is not None and before.meta["val"].dtype == saved_dtype(norm):
         return before

@@ -70,7 +70,7 @@ def cast_of(node: Node) -> Node | None:
 
 
 def transparent(node: Node) -> Node | None:
-    """The operand whose value a node hands on as it is: an alias, a cast to the same dtype, a view of a channel's tensor."""
+    """The operand whose value a node hands on: of an alias, a cast to the same dtype, a view of one value a channel."""
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     if source is None or node.target in _ALIASES:
         return source if node.target in _ALIASES else None
@@ -83,7 +83,7 @@ def transparent(node: Node) -> Node | None:
 
 
 def widened(node: Node) -> Node | None:
-    """What a node casts without a loss, None when it is no such cast: what is rounded and widened again is another value."""
+    """What a node casts without a loss, None when it is no such cast: what was rounded is another value."""
     source = cast_of(node)
     if source is None:
         return None
@@ -167,13 +167,15 @@ def _term(value: Any, number: Mapping[Node, int]) -> Any:
 
 
 def _aligned(node: Node) -> bool:
-    """Whether what a node broadcasts lies along the channels: of all its tensors, or along dimension 1 of the result."""
+    """Whether what a node broadcasts lies along the channels: of all operands, or along dimension 1 of the result."""
     val = val_of(node)
     if val is None:
         return False
     axis = channel_axis(val)
     axis = val.ndim - 2 if axis is None else axis
-    operands = [val_of(a) for a in node.all_input_nodes if not isinstance(a.meta.get("val"), torch.SymInt | torch.SymFloat)]
+    operands = [
+        val_of(a) for a in node.all_input_nodes if not isinstance(a.meta.get("val"), torch.SymInt | torch.SymFloat)
+    ]
     if any(operand is None for operand in operands):
         return False
     axes = [channel_axis(operand) for operand in operands]

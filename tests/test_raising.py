@@ -156,7 +156,9 @@ def test_a_decomposed_program_is_raised_and_computes_the_same(name, spelling, tr
     trainable = legalize(result.program, "training").module()
     got = step(trainable, x)
     close(got[0], outputs, dtype)
-    close({k: v for k, v in got[1].items() if "running" in k}, {k: v for k, v in state.items() if "running" in k}, dtype)
+    close(
+        {k: v for k, v in got[1].items() if "running" in k}, {k: v for k, v in state.items() if "running" in k}, dtype
+    )
     close(got[2], gradients, dtype)
 
 
@@ -351,7 +353,9 @@ def batch_norm(x, weight, bias, mean, var, **changed):
     """Train batch norm as torch decomposes it, with one thing changed."""
     o = {"dims": [0, 2, 3], "correction": 0, "momentum": 0.1, "kept": 0.9, "factor": 120 / 119, "again": 0.1} | changed
     shape = [1, 3, *[1 if d in o["dims"] else x.shape[d] for d in (2, 3)]]
-    spread, average = torch.var_mean(x.to(o.get("computed", x.dtype)), o["dims"], correction=o["correction"], keepdim=True)
+    spread, average = torch.var_mean(
+        x.to(o.get("computed", x.dtype)), o["dims"], correction=o["correction"], keepdim=True
+    )
     scale = torch.rsqrt(spread + o.get("eps", 1e-5))
     centered = o.get("input", x) - average
     out = centered * scale * weight.view(3, 1, 1) + bias.view(3, 1, 1)
@@ -367,7 +371,7 @@ def batch_norm(x, weight, bias, mean, var, **changed):
 def traced(dtype=F64, drop=0, **changed):
     def function(*tensors):
         given = {k: v(*tensors) if callable(v) else v for k, v in changed.items()}
-        return batch_norm(*tensors, **given)[: None if not drop else drop]
+        return batch_norm(*tensors, **given)[: drop if drop else None]
 
     with torch.no_grad():
         return make_fx(function, tracing_mode="fake")(*operands(dtype))
@@ -392,16 +396,28 @@ DECLINED = {
         r"it reduces over dimensions \[0, 2\], expected \[0, 2, 3\]",
     ),
     "unbiased variance normalises": (lambda: traced(correction=1), "its correction is 1, expected 0"),
-    "eps is a tensor": (lambda: traced(eps=lambda x, *_: x.new_full([], 1e-5)), r"its eps is \w+, not a literal number"),
+    "eps is a tensor": (
+        lambda: traced(eps=lambda x, *_: x.new_full([], 1e-5)),
+        r"its eps is \w+, not a literal number",
+    ),
     "another input is normalised": (
         lambda: traced(input=lambda x, *_: x * 2),
         "it has no var_mean|which batch norm computes",
     ),
     "variance is read": (lambda: traced(also=("spread",)), r"its getitem is read by output"),
     "the input less its mean is read": (lambda: traced(also=("centered",)), r"its sub is read by output"),
-    "the mean is kept with another factor": (lambda: traced(kept=0.8), r"it has no mul\(\w+, 0.9\), which batch norm computes"),
-    "the statistics have two momenta": (lambda: traced(again=0.2), r"it has no mul\(mul_\d, 0.1\), which batch norm computes"),
-    "the unbiased factor is of another count": (lambda: traced(factor=118 / 117), r"it has no mul\(getitem, 1.0084033613445378\)"),
+    "the mean is kept with another factor": (
+        lambda: traced(kept=0.8),
+        r"it has no mul\(\w+, 0.9\), which batch norm computes",
+    ),
+    "the statistics have two momenta": (
+        lambda: traced(again=0.2),
+        r"it has no mul\(mul_\d, 0.1\), which batch norm computes",
+    ),
+    "the unbiased factor is of another count": (
+        lambda: traced(factor=118 / 117),
+        r"it has no mul\(getitem, 1.0084033613445378\)",
+    ),
     "the biased variance is tracked": (lambda: traced(factor=1.0), r"it has no mul\(getitem, 1.0084033613445378\)"),
     "the mean that is tracked is another": (
         lambda: traced(tracked=lambda x, *_: x.mean([0, 2, 3])),
@@ -532,7 +548,9 @@ def test_raising_is_the_way_back_from_math():
 
 def test_snapshot_of_a_train_program():
     program = export(Net(nn.BatchNorm2d(3)), X.float()).run_decompositions(inductor())
-    assert_expected_inline(render(raised(program).program), """\
+    assert_expected_inline(
+        render(raised(program).program),
+        """\
 p_bn_weight: f32[3] = placeholder
 p_bn_bias: f32[3] = placeholder
 b_bn_running_mean: f32[3] = placeholder
@@ -548,13 +566,16 @@ mul_7: f32[4, 3, 5, 6] = aten.mul.Tensor(add_4, 2)
 return (add_2, add_3, add, mul_7)
 add_2 -> BUFFER_MUTATION bn.running_mean
 add_3 -> BUFFER_MUTATION bn.running_var
-add -> BUFFER_MUTATION bn.num_batches_tracked""")
+add -> BUFFER_MUTATION bn.num_batches_tracked""",
+    )
 
 
 def test_snapshot_of_a_joint_graph():
     model = Net(nn.BatchNorm2d(3, affine=False, track_running_stats=False))
     graph, _ = captured(model, X.float().requires_grad_())["joint"]
-    assert_expected_inline(render(raised(graph).program), """\
+    assert_expected_inline(
+        render(raised(graph).program),
+        """\
 primals_1: f32[4, 3, 5, 6] = placeholder
 tangents_1: f32[4, 3, 5, 6] = placeholder
 new_ones_1: f32[3] = aten.new_ones.default(primals_1, [3])
@@ -571,4 +592,5 @@ mul_2: f32[4, 3, 5, 6] = aten.mul.Tensor(tangents_1, 2)
 new_ones: f32[3] = aten.new_ones.default(primals_1, [3])
 batch_norm_backward: (f32[4, 3, 5, 6], NoneType, NoneType) = aten.batch_norm_backward.default(mul_2, primals_1, new_ones, None, None, squeeze, squeeze_1, True, 1e-05, [True, False, False], getitem_2)
 mul_10: f32[4, 3, 5, 6] = getitem(batch_norm_backward, 0)
-return [mul_1, mul_10]""")
+return [mul_1, mul_10]""",
+    )
