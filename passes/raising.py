@@ -64,18 +64,12 @@ class RaiseDecomposed:
         declined: list[Declined] = []
         references = References()
         for path, graph in draft.graphs:
-            unwired = []
-            for candidate in _candidates(graph):
-                plan = _plan(candidate, references)
-                if isinstance(plan, str):
-                    name = f"{path}.{candidate.node.name}" if path else candidate.node.name
-                    declined.append(Declined(name, _module(candidate.node), ELEMENTARY, plan))
-                elif isinstance(plan.norm, BatchNorm):
-                    edits.append(_raise_forward(draft, plan, path))
-                else:
-                    edit, call, norm = _raise_gradient(draft, plan, path)
-                    edits.append(edit)
-                    unwired.append((call, norm))
+            unwired: list[tuple[Node, Gradient]] = []
+            before = -1
+            while before < len(edits):  # again, until nothing is left: one chain raised may free another
+                before = len(edits)
+                left = _raise_all(draft, path, graph, references, edits, unwired)
+            declined += left
             for call, norm in unwired:
                 wire_reserve(draft, call, replace(norm, save_invstd=_saved(norm.save_invstd)))
         return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
@@ -96,6 +90,30 @@ def raise_decomposed(program: Any, *, inplace: bool = False) -> Any:
     ['_batch_norm_no_update']
     """
     return RaiseDecomposed(inplace=inplace)(program).program
+
+
+def _raise_all(
+    draft: Draft,
+    path: str,
+    graph: Graph,
+    references: References,
+    edits: list[Edit],
+    unwired: list[tuple[Node, Gradient]],
+) -> list[Declined]:
+    """Raises what can be raised in a graph as it is, and returns what cannot. Gradients have no reserve yet."""
+    declined = []
+    for candidate in _candidates(graph):
+        plan = _plan(candidate, references)
+        if isinstance(plan, str):
+            name = f"{path}.{candidate.node.name}" if path else candidate.node.name
+            declined.append(Declined(name, _module(candidate.node), ELEMENTARY, plan))
+        elif isinstance(plan.norm, BatchNorm):
+            edits.append(_raise_forward(draft, plan, path))
+        else:
+            edit, call, norm = _raise_gradient(draft, plan, path)
+            edits.append(edit)
+            unwired.append((call, norm))
+    return declined
 
 
 def _candidates(graph: Graph) -> Iterator[Candidate]:
@@ -140,6 +158,9 @@ def _undefined(norm: BatchNorm | Gradient) -> str:
     unknown = [node.name for node in named.values() if val_of(node) is None]
     if unknown:
         return f"the shape of {unknown[0]} is not known"
+    twice = [node.name for node in named.values() if sum(node is other for other in named.values()) > 1]
+    if twice:
+        return f"{twice[0]} is two of its operands"
     val = named["input"].meta["val"]
     for name, node in named.items():
         size = node.meta["val"].numel()
@@ -254,9 +275,9 @@ def _hold(call: Node, index: int, val: torch.Tensor, nodes: list[Node]) -> None:
     viewed = [node for node in nodes if node not in read]
     for node in read:
         node.target, node.args, node.kwargs = operator.getitem, (call, index), {}
-    if viewed and not read:
+    if viewed and (not read or viewed[0] < read[0]):
         with call.graph.inserting_after(call):
-            read = [call.graph.call_function(operator.getitem, (call, index))]
+            read.insert(0, call.graph.call_function(operator.getitem, (call, index)))
         read[0].meta = {**viewed[0].meta, "val": val}
     for node in viewed:
         shape = [1 if type(size) is int and size == 1 else -1 for size in node.meta["val"].shape]
