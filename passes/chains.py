@@ -41,7 +41,7 @@ def hold(norm: BatchNorm | Gradient, reference: Reference) -> Chain | str:
     holders: dict[int, list[Node]] = defaultdict(list)
     for node in sorted(number):
         holders[number[node]].append(node)
-    if reason := _missing(norm, reference, holders):
+    if reason := _refused(norm) or _missing(norm, reference, holders):
         return reason
     inner = set(number) - set(leaves.values())
     ends = {n: role for role, n in reference.roles.items()}
@@ -129,8 +129,6 @@ def _operands(
     norm: BatchNorm | Gradient, reference: Reference, holders: Mapping[int, list[Node]]
 ) -> dict[str, Node] | str:
     """The node to pass for each operand: of what was saved the one in the dtype that the gradient's kernels take."""
-    if reason := _refused(norm):
-        return reason
     found = {field: getattr(norm, field) for field in reference.leaves}
     for field, n in reference.leaves.items():
         if field in WHOLE:
