@@ -82,7 +82,7 @@ def _inline(site: Site, of: Callable[[Any], dict[str, torch.Tensor]], wanted: se
     """The nodes of a formula ahead of the site, by the role of the output that each one is, of those wanted."""
     node, norm = site.node, site.norm
     names = [f.name for f in fields(norm) if isinstance(getattr(norm, f.name), Node)]
-    values = _in_one_mode([getattr(norm, name).meta["val"] for name in names])
+    values = in_one_mode([getattr(norm, name).meta["val"] for name in names])
     roles: list[str] = []
 
     def traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ def _inline(site: Site, of: Callable[[Any], dict[str, torch.Tensor]], wanted: se
     return {role: copied[result] for role, result in zip(roles, results, strict=True)}
 
 
-def _in_one_mode(values: list[Any]) -> list[Any]:
+def in_one_mode(values: list[Any]) -> list[Any]:
     """The values as fake tensors of one mode: a graph that was traced from real tensors has one for each."""
     modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     if all(mode is modes[0] for mode in modes):

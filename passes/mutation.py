@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS
+from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS, Statistics
 from torch_batchnorm.passes.program import MUTATIONS, input_specs
 from torch_batchnorm.passes.site import Site
 
@@ -99,3 +99,36 @@ def may_alias(node: Node) -> bool:
 
 def _name(overload: Any) -> str:
     return str(overload.name())
+
+
+def accesses(node: Node) -> tuple[list[Node], list[Node]]:
+    """Who reads the memory of a node's result and who writes it, through aliases too, as far as schemas say."""
+    base = node
+    while base.op == "call_function" and may_alias(base) and base.all_input_nodes:
+        base = base.all_input_nodes[0]
+    reads: list[Node] = []
+    writes: list[Node] = []
+    seen, work = {base}, [base]
+    while work:
+        alias = work.pop()
+        for user in alias.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            (writes if _writes(user, alias) else reads).append(user)
+            if user.op == "call_function" and may_alias(user):
+                work.append(user)
+    return reads, writes
+
+
+def _writes(user: Node, node: Node) -> bool:
+    """Whether a call writes to what it is given as a node."""
+    if user.target in BY_TARGET:
+        form = BY_TARGET[user.target][0]  # type: ignore[index]
+        return form.statistics is Statistics.IN_PLACE and node in user.args[3:]
+    if not isinstance(user.target, OpOverload):
+        return False
+    arguments = user.target._schema.arguments
+    given = {**dict(zip((a.name for a in arguments), user.args, strict=False)), **user.kwargs}
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return any(given.get(name) is node for name in written)

@@ -69,10 +69,11 @@ def find_gradients(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
     for path, graph in graphs:
         found = [node for target in GRADIENT_BY_TARGET for node in graph.find_nodes(op="call_function", target=target)]
         for node in sorted(found):
-            yield _read_gradient(node, path)
+            yield read_gradient(node, path)
 
 
-def _read_gradient(node: Node, path: str) -> Site:
+def read_gradient(node: Node, path: str = "") -> Site:
+    """The site of a call of one of the overloads in GRADIENTS."""
     form = form_of(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     try:
         norm: Gradient = form.read(node.args, node.kwargs)

@@ -24,6 +24,8 @@ from torch_batchnorm.passes.legalization import legalize as legalize
 from torch_batchnorm.passes.program import Declined as Declined
 from torch_batchnorm.passes.program import Edit as Edit
 from torch_batchnorm.passes.program import Result as Result
+from torch_batchnorm.passes.raising import RaiseDecomposed as RaiseDecomposed
+from torch_batchnorm.passes.raising import raise_decomposed as raise_decomposed
 from torch_batchnorm.passes.verification import verify as verify
 from torch_batchnorm.render import render as render
 from torch_batchnorm.report import Report as Report
