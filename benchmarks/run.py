@@ -12,8 +12,10 @@ import gc
 import json
 import math
 import operator
+import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 from rich.console import Console
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, replace_pattern
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -252,7 +255,110 @@ def legalization(quick: bool) -> Iterator[Bar]:
     yield Bar("legalize is linear: longest chain over shortest", per_site[most] / per_site[least], 0, 2, detail)
 
 
-MEASURES = (linear, floor, pattern, decompositions, runtime, ops, legalization)
+class Residual(nn.Module):
+    """Two convolutions with their batch norms, and a way around them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norm_a, self.norm_b = (nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        return torch.relu(self.norm_b(self.b(torch.relu(self.norm_a(self.a(x))))) + x)
+
+
+# What a model is compiled with; None: not at all.
+WAYS = {
+    "eager": None,
+    "inductor": {},
+    "auto": tbn.inductor_options("auto"),
+    "train": tbn.inductor_options("train"),
+}
+
+
+def compiled(make: Callable[[], nn.Module], way: str) -> Any:
+    torch.manual_seed(0)
+    model, options = make(), WAYS[way]
+    return model if options is None else torch.compile(model, options=options or None)
+
+
+def inductor(quick: bool) -> Iterator[Bar]:
+    """A train step of residual blocks with and without kept batch norms, interleaved, on two threads."""
+    torch.set_num_threads(2)
+    for channels, side in ((64, 28), (256, 14)):
+        for layout, memory in (("NCHW", torch.contiguous_format), ("NHWC", torch.channels_last)):
+            x = torch.randn(16, channels, side, side).contiguous(memory_format=memory)
+
+            def make(channels: int = channels, memory: Any = memory) -> nn.Module:
+                return nn.Sequential(*(Residual(channels) for _ in range(3))).to(memory_format=memory)
+
+            def step(model: Any, x: Any = x) -> None:
+                model(x).square().mean().backward()
+
+            models = {way: compiled(make, way) for way in WAYS}
+            taken: dict[str, list[float]] = {way: [] for way in WAYS}
+            for turn in range(3 + (9 if quick else 41)):
+                for way in list(WAYS)[:: 1 if turn % 2 else -1]:
+                    start = time.perf_counter()
+                    step(models[way])
+                    taken[way] += [time.perf_counter() - start] if turn > 2 else []  # the first ones compile
+            ms = {way: statistics.median(times) * 1e3 for way, times in taken.items()}
+            detail = ", ".join(f"{way} {t:.0f} ms" for way, t in ms.items())
+            best = min(ms["eager"], ms["inductor"])
+            for way, limit in (("auto", 1.05), ("train", 1.08)):
+                claim = (
+                    f"train step, keep={way}, over the faster of eager and Inductor, {channels}x{side}x{side} {layout}"
+                )
+                yield Bar(claim, ms[way] / best, 0, limit, detail)
+            torch._dynamo.reset()
+
+
+def curves(quick: bool) -> Iterator[Bar]:
+    """How closely twenty steps of a ResNet-18 follow the eager losses, with convolutions left in the model's layout."""
+    config = ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512])
+    x, labels = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+
+    def losses(options: dict[str, Any] | None, memory: torch.memory_format) -> Any:
+        torch.manual_seed(0)
+        model = ResNetForImageClassification(config).to(memory_format=memory)
+        run = model if options is None else torch.compile(model, options=options)
+        optimizer, found = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(run(x.contiguous(memory_format=memory)).logits, labels)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        torch._dynamo.reset()
+        return torch.tensor(found, dtype=torch.float64)
+
+    stay = {"layout_optimization": False}
+    for layout, memory in (("NCHW", torch.contiguous_format), ("NHWC", torch.channels_last)):
+        eager = losses(None, memory)
+        stock, kept = (
+            (losses(options, memory) - eager).abs().max().item()
+            for options in (stay, tbn.inductor_options("train", stay))
+        )
+        detail = f"largest difference over 20 steps: Inductor {stock:.2e}, kept {kept:.2e}"
+        yield Bar(f"distance from the eager losses, keep=train over Inductor, {layout}", kept / stock, 0, 0.1, detail)
+
+
+def compilation(quick: bool) -> Iterator[Bar]:
+    """The time to compile a ResNet-50 train step, from cold caches, in turns; and what of it our passes take."""
+    x, taken = torch.randn(2, 3, 64, 64), {"inductor": [], "train": []}
+    for turn in range(1 if quick else 2):
+        for way in list(taken)[:: 1 if turn % 2 else -1]:
+            with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+                model = compiled(lambda: ResNetForImageClassification(ResNetConfig()), way)
+                start = time.perf_counter()
+                model(x).logits.square().mean().backward()
+                taken[way].append(time.perf_counter() - start)
+                torch._dynamo.reset()
+    ours, stock = min(taken["train"]), min(taken["inductor"])
+    yield Bar("compile time of ResNet-50, keep=train over stock", ours / stock, 0, 1.03, f"{taken}")
+
+
+MEASURES = (linear, floor, pattern, decompositions, runtime, ops, legalization, inductor, curves, compilation)
 
 
 def main() -> int:
