@@ -12,11 +12,36 @@ from torch.fx import Graph, Node
 
 from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, form_of
 
-# Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated.
+# Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated
+# ("form", "filled"), before it was switched to eval ("train"), and whether it stays in eval ("frozen", "detached").
 ORIGIN = "torch_batchnorm"
 
 # What stands in for a missing tensor without changing a number.
 NEUTRAL = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
+
+
+def note_of(node: Node) -> dict[str, Any]:
+    """What a node remembers about itself; metadata is copied freely, so it is for the reader to judge."""
+    return (node.meta.get("custom") or {}).get(ORIGIN) or {}
+
+
+def write_note(node: Node, **changes: Any) -> None:
+    """Adds to what a node remembers; None makes it forget. Copies share metadata: nothing is changed in place."""
+    note = {key: value for key, value in {**note_of(node), **changes}.items() if value is not None}
+    custom = {key: value for key, value in (node.meta.get("custom") or {}).items() if key != ORIGIN}
+    if note:
+        custom[ORIGIN] = note
+    if custom:
+        node.meta["custom"] = custom
+    else:
+        node.meta.pop("custom", None)
+
+
+def forget(call: Node, *keys: str) -> None:
+    """Drops what a call remembers, and what loading made the reads of its outputs remember with it."""
+    readers = (user for user in call.users if user.target is operator.getitem and note_of(user))
+    for node in (call, *readers):
+        write_note(node, **dict.fromkeys(keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +116,7 @@ def _read_gradient(node: Node, path: str) -> Site:
 
 def _filled(node: Node) -> list[str]:
     """What the call's note says was filled in."""
-    return ((node.meta.get("custom") or {}).get(ORIGIN) or {}).get("filled") or []
+    return note_of(node).get("filled") or []
 
 
 def read_site(node: Node, path: str = "") -> Site:

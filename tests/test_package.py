@@ -35,6 +35,7 @@ PUBLIC = [
     "Legalize",
     "Report",
     "Result",
+    "SwitchMode",
     "TARGETS",
     "backend",
     "consolidate",
@@ -46,6 +47,7 @@ PUBLIC = [
     "ops",
     "render",
     "select_backend",
+    "switch_mode",
     "verify",
 ]
 # A module imports only from layers after its own.

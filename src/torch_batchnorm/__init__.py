@@ -19,6 +19,8 @@ from torch_batchnorm.passes.consolidation import consolidate as consolidate
 from torch_batchnorm.passes.legalization import TARGETS as TARGETS
 from torch_batchnorm.passes.legalization import Legalize as Legalize
 from torch_batchnorm.passes.legalization import legalize as legalize
+from torch_batchnorm.passes.mode import SwitchMode as SwitchMode
+from torch_batchnorm.passes.mode import switch_mode as switch_mode
 from torch_batchnorm.passes.program import Declined as Declined
 from torch_batchnorm.passes.program import Edit as Edit
 from torch_batchnorm.passes.program import Result as Result
