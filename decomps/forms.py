@@ -102,6 +102,9 @@ class Gradient:
     out: Mapping[str, Any] = field(default_factory=dict)
 
 
+_RECORDED = {record: tuple(f.name for f in fields(record) if f.name != "out") for record in (BatchNorm, Gradient)}
+
+
 @dataclass(frozen=True, eq=False)
 class Form:
     """How one overload spells a `BatchNorm` or a `Gradient`: arguments by schema name, outputs by role.
@@ -172,7 +175,7 @@ class Form:
         if absent:
             raise KeyError(absent[0])
         record: Any = Gradient if self.roles == GRADS else BatchNorm
-        values = {f.name: given.get(f.name) for f in fields(record)}
+        values = {name: given.get(name) for name in _RECORDED[record]}
         if self.mode is not Mode.FLAG:
             values["training"] = self.mode is Mode.TRAIN
         if record is Gradient and "output_mask" not in given:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ aten = torch.ops.aten
 COUNTER = "num_batches_tracked"
 _ADDS = (aten.add_.Tensor, aten.add.Tensor)
 # What a constant passes through between its place in the state and the add.
-_WRAPS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default, aten.clone.default)
+_WRAPS = (
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.detach.default,
+    aten.detach_.default,
+    aten.clone.default,
+)
 _FILLS = (aten.new_ones.default, aten.new_zeros.default, aten.full.default, aten.sym_size.int)
 # Calls that run their graph once for each call, so that a counter may as well be added to outside.
 ONCE = {"wrap_with_set_grad_enabled", "wrap_with_autocast", "tag_activation_checkpoint", "invoke_subgraph"}
@@ -32,8 +39,7 @@ class Counters:
     def __init__(self, draft: Draft, removals: Removals) -> None:
         self.draft, self.removals = draft, removals
         program = draft.program
-        self.state = _tensors(program)
-        paths = {id(graph): path for path, graph in graphs_of(program)}
+        paths = {id(graph): path for path, graph in (graphs_of(program) if not draft.inplace else draft.graphs)}
         self.names: dict[str, dict[str, str]] = defaultdict(dict)  # path -> node name -> name outside
         self.holders: dict[str, dict[str, str]] = defaultdict(dict)  # path -> name outside -> node name
         for node, name in state_names(program).items():
@@ -42,13 +48,22 @@ class Counters:
             self.holders[path].setdefault(name, node.name)
         self.graphs = dict(draft.graphs)
         self.callers = _callers(draft)
+        self.adds: dict[str, list[Node]] = {}
+        self.written: dict[Node, list[Node]] = defaultdict(list)
+        for target, value in draft.mutations():
+            self.written[target].append(value)
+
+    @cached_property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Buffers and constants by name."""
+        return _tensors(self.draft.program)
 
     def of(self, site: Site) -> str | None:
         """The name of the site's counter in the state, None when it has none."""
         mean = self.names[site.path].get(root_of(site.norm.running_mean).name, "")
         parent = mean.rpartition(".")[0]
         name = f"{parent}.{COUNTER}" if parent else COUNTER
-        return name if mean and name in self.state else None
+        return name if mean and (name in self.holders[site.path] or name in self.state) else None
 
     def pair(self, sites: list[Site]) -> dict[Node, Node | str | None]:
         """For each training site the add of its counter, None when it has none, a reason when they cannot be paired."""
@@ -60,7 +75,8 @@ class Counters:
         for name, counted in by_counter.items():
             adds = self._adds_of(name)
             if adds and len(adds) != len(counted):
-                reason = f"{name} is added to {len(adds)} times for {len(counted)} batch norms: whose adds they are is not known"
+                found = f"{name} is added to {len(adds)} times for {len(counted)} batch norms"
+                reason = f"{found}: which add is whose is not known"
                 paired.update((site.node, reason) for site in counted)
             elif adds:
                 paired.update(zip((site.node for site in counted), adds, strict=True))
@@ -72,8 +88,16 @@ class Counters:
         for path, graph in self.draft.graphs:
             held = self.holders[path].get(name)
             if held is not None:
-                found += _chain(self.removals.node(graph, held), self.is_one)
+                counter = self.removals.node(graph, held)
+                found += _chain(counter, self.written.get(counter, []), self.is_one)
         return found
+
+    def _value_before(self, counter: Node, name: str, node: Node) -> Node:
+        """What the counter is called right before a node."""
+        if name not in self.adds:
+            self.adds[name] = self._adds_of(name)
+        adds = (add for add in self.adds[name] if add.graph is node.graph and add < node)
+        return max(adds, default=counter)
 
     def is_one(self, value: Any) -> bool:
         """Whether an operand is 1: a literal, or a constant of the program, as lifting makes of it."""
@@ -86,10 +110,11 @@ class Counters:
         """Takes an add out, and the constant it added where nothing else reads it; returns what `restore` needs."""
         if add is None:
             return None
-        removals, counter = self.removals, add.args[0]
+        removals = self.removals
+        counter: Any = add.args[0]
         note: dict[str, Any] = {"op": str(add.target), "listed": listed.get(add)}
         note["copies"] = removals.take_copies(add, root_of(counter))
-        add.replace_all_uses_with(counter)  # type: ignore[arg-type]
+        add.replace_all_uses_with(counter)
         one: Any = add.args[1]
         before = _first_for(site.node) if add.graph is site.node.graph else None
         note |= removals.take(add, before)
@@ -124,8 +149,8 @@ class Counters:
             return
         counter, before = found
         graph = counter.graph
-        value = _value_before(counter, before, self.is_one)
-        one = self._restored_one(note["one"]) if note.get("one") else 1
+        value = self._value_before(counter, name, before)
+        one = self._restored_one(note["one"], site) if note.get("one") else 1
         functional = self.draft.functional and not note
         overload = aten.add.Tensor if functional or note.get("op") == str(aten.add.Tensor) else aten.add_.Tensor
         if isinstance(one, Node) and one > before:
@@ -137,9 +162,10 @@ class Counters:
         set_val(add, counter.meta.get("val"), site.node)
         self.draft.place(counter, note.get("listed"))
         self.draft.mutate(value, add, add)
+        self.adds[name].append(add)
         self.removals.put_copies(note.get("copies") or [], root_of(counter), add)
 
-    def _restored_one(self, note: dict[str, Any]) -> Node | int:
+    def _restored_one(self, note: dict[str, Any], site: Site) -> Node | int:
         constant, graph = note.get("constant"), self.draft.graphs[0][1]
         if constant is not None:
             like: Any = next((n.meta["val"] for n in graph.find_nodes(op="placeholder") if "val" in n.meta), None)
@@ -159,6 +185,7 @@ class Counters:
             overload = next(op for op in _WRAPS if str(op) == wrap["op"])
             val = node.meta.get("val")
             node = self.removals.put(graph, wrap, node.next)(overload, (node,))
+            node.meta = {**_described(site.node), **node.meta}
             if val is not None:
                 node.meta["val"] = val
         return node
@@ -230,7 +257,7 @@ def root_of(tensor: Node) -> Node:
         if tensor.target is operator.getitem:
             call = tensor.all_input_nodes[0]
             norm = _record(call)
-            role = None if norm is None else norm[0].roles[tensor.args[1]]  # type: ignore[index]
+            role = None if norm is None else norm[0].roles[tensor.args[1]]
             if norm is None or role not in UPDATED:
                 return tensor
             tensor = norm[1].running_mean if role == UPDATED[0] else norm[1].running_var
@@ -254,20 +281,21 @@ def _unwrapped(node: Node) -> Node:
     return node
 
 
-def _chain(value: Node, is_one: Any) -> list[Node]:
-    """Every add of one to a counter, in order: to the counter itself, and to what an earlier add made of it."""
-    found, reached = [], [value]
+def _chain(counter: Node, written: list[Node], is_one: Any) -> list[Node]:
+    """Every add of one that updates a counter, in order: in place, or towards the value that is written to it. What
+    else adds one to it reads it, and is no update.
+    """
+    found, reached = [], [counter]
     while reached:
         held = reached.pop()
-        adds = [u for u in held.users if u.target in _ADDS and u.args[0] is held and is_one(u.args[1])]
+        adds = [u for u in held.users if u.target is aten.add_.Tensor and u.args[0] is held and is_one(u.args[1])]
         found += adds
         reached += adds
-    return sorted(found)
-
-
-def _value_before(counter: Node, node: Node, is_one: Any) -> Node:
-    """What the counter is called right before a node."""
-    return next((add for add in reversed(_chain(counter, is_one)) if add < node), counter)
+    for value in (*written, *(u.args[1] for u in counter.users if u.target is aten.copy_.default)):
+        while isinstance(value, Node) and value.target is aten.add.Tensor and is_one(value.args[1]):
+            found.append(value)
+            value = value.args[0]
+    return sorted(dict.fromkeys(found))
 
 
 def _first_for(node: Node) -> Node:

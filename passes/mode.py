@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+from torch.fx import Graph, Node
 
 from torch_batchnorm.errors import InvalidChoice
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
 from torch_batchnorm.passes.randomness import Random, find_random, start, stop
-from torch_batchnorm.passes.site import Site, find_sites, forget, note_of, write_note
+from torch_batchnorm.passes.site import Site, find_nodes, find_sites, forget, note_of, write_note
 from torch_batchnorm.passes.switching import Switch
 
 MODES = ("eval", "train")
+
+Graphs = list[tuple[str, Graph]]
 
 
 @dataclass(frozen=True)
@@ -38,44 +44,42 @@ class SwitchMode:
         """
         if self.to not in MODES:
             raise InvalidChoice(f"found mode {self.to!r}, expected one of {', '.join(MODES)}")
-        declined, wanted = self._plan(program)
-        if not wanted:
-            return Result(program, (), tuple(declined))
+        graphs = graphs_of(program)
+        if not self._wanted(graphs):
+            return Result(program, (), tuple(_unreadable(find_sites(graphs), self._random(graphs))))
         draft = Draft(program, self.inplace)
         edits: list[Edit] = []
+        declined: list[Declined] = []
         if self.to == "eval":
             self._stop(draft, edits, declined)
         else:
             self._start(draft, edits, declined)
         return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
 
-    def _plan(self, program: Program) -> tuple[list[Declined], bool]:
-        """What cannot be read, and whether anything else is in the other mode."""
-        sites, random = list(find_sites(graphs_of(program))), self._random(graphs_of(program))
-        declined = [_declined(s, s.problem) for s in sites if _unknown(s)]
-        declined += [Declined(r.name, r.module, str(r.node.target), r.problem) for r in random if r.problem]
+    def _wanted(self, graphs: Graphs) -> bool:
+        """Whether anything is in the other mode: the first one found is enough."""
         if self.to == "eval":
-            wanted = any(map(_trains, sites)) or any(r.training for r in random)
-        else:
-            trains = is_training(sites, random)
-            wanted = any(self._starts(s.node, trains) for s in sites if _evaluates(s))
-            wanted = wanted or any(self._starts(r.node, trains) for r in random if r.training is False)
-        return declined, wanted
+            return any(map(_trains, find_sites(graphs))) or any(r.training for r in self._random(graphs))
+        trains = is_training(find_sites(graphs), find_random(graphs) if self.dropout else ())
+        nodes = (site.node for site in find_sites(graphs) if _evaluates(site))
+        quiet = (random.node for random in self._random(graphs) if random.training is False)
+        return any(self._starts(node, trains) for node in chain(nodes, quiet))
 
-    def _random(self, graphs: Any) -> list[Random]:
+    def _random(self, graphs: Graphs) -> list[Random]:
         return list(find_random(graphs)) if self.dropout else []
 
     def _stop(self, draft: Draft, edits: list[Edit], declined: list[Declined]) -> None:
         sites, random = list(find_sites(draft.graphs)), self._random(draft.graphs)
-        for found in (*filter(_evaluates, sites), *(r for r in random if r.training is False)):
-            if "train" not in (note := note_of(found.node)) and "frozen" not in note:
-                write_note(found.node, frozen="exported")
-        before = {site.node: _spelled(site) for site in sites}
+        declined += _unreadable(sites, random)
+        quiet = [site.node for site in sites if _evaluates(site)] + [r.node for r in random if r.training is False]
+        for node in quiet:
+            if "train" not in (note := note_of(node)) and "frozen" not in note:
+                write_note(node, frozen="exported")
         for site, reason in Switch(draft).to_eval(filter(_trains, sites)):
             if reason:
                 declined.append(_declined(site, reason))
             else:
-                edits.append(Edit(site.name, site.module, before[site.node], f"{site.node.target} (eval)"))
+                edits.append(Edit(site.name, site.module, f"{site.form.name} (train)", f"{site.node.target} (eval)"))
         for drawing in random:
             if drawing.training:
                 stop(drawing)
@@ -83,11 +87,13 @@ class SwitchMode:
 
     def _start(self, draft: Draft, edits: list[Edit], declined: list[Declined]) -> None:
         random, switch = self._random(draft.graphs), Switch(draft)
-        trains = is_training(list(find_sites(draft.graphs)), random)
+        declined += _unreadable((), random)
+        trains = is_training(find_sites(draft.graphs), random)
         for site in find_sites(draft.graphs):
+            declined += _unreadable((site,), ())
             if not _evaluates(site) or not self._starts(site.node, trains):
                 continue
-            before = _spelled(site)
+            before = f"{site.form.name} (eval)"
             if reason := switch.to_train(site):
                 declined.append(_declined(site, reason))
             else:
@@ -102,7 +108,7 @@ class SwitchMode:
         if edits:  # what is in eval now is so inside a program that trains, which says it all
             _forget(draft)
 
-    def _starts(self, node: Any, trains: bool) -> bool:
+    def _starts(self, node: Node, trains: bool) -> bool:
         """Whether a node in eval is to train: not when it is frozen, said so or by being alone."""
         note = note_of(node)
         frozen = "frozen" in note or (trains and "train" not in note)
@@ -127,7 +133,7 @@ def switch_mode(
     return SwitchMode(to, dropout, include_frozen, inplace)(program).program
 
 
-def is_training(sites: list[Site], random: list[Random]) -> bool:
+def is_training(sites: Iterable[Site], random: Iterable[Random]) -> bool:
     """Whether a program trains: a batch norm with running statistics does, or something draws random numbers."""
     return any(map(_trains, sites)) or any(r.training for r in random)
 
@@ -144,16 +150,18 @@ def _evaluates(site: Site) -> bool:
     return _tracks(site) and site.norm.training is False
 
 
-def _unknown(site: Site) -> bool:
-    return bool(site.problem) and not (_trains(site) or _evaluates(site))
+def _unreadable(sites: Iterable[Site], random: Iterable[Random]) -> Iterator[Declined]:
+    """What has no mode that could be told."""
+    for site in sites:
+        if site.problem and not _trains(site) and not _evaluates(site):
+            yield _declined(site, site.problem)
+    for draws in random:
+        if draws.problem:
+            yield Declined(draws.name, draws.module, str(draws.node.target), draws.problem)
 
 
 def _declined(site: Site, reason: str) -> Declined:
     return Declined(site.name, site.module, site.form.name, reason)
-
-
-def _spelled(site: Site) -> str:
-    return f"{site.form.name} ({'train' if site.norm is not None and site.norm.training is True else 'eval'})"
 
 
 def _modes(random: Random, before: str, after: str) -> tuple[str, str]:
@@ -162,6 +170,7 @@ def _modes(random: Random, before: str, after: str) -> tuple[str, str]:
 
 def _forget(draft: Draft) -> None:
     """Drops the marks of what was found frozen; those that were asked for stay."""
-    for found in (*find_sites(draft.graphs), *find_random(draft.graphs)):
-        if note_of(found.node).get("frozen") == "exported":
-            forget(found.node, "frozen")
+    nodes = (*find_nodes(draft.graphs), *(random.node for random in find_random(draft.graphs)))
+    for node in nodes:
+        if note_of(node).get("frozen") == "exported":
+            forget(node, "frozen")

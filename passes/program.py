@@ -358,7 +358,7 @@ def _insert(
     places: dict[str, int | None],
     order: dict[str, int],
 ) -> None:
-    """Puts new mutations among the listed ones: each at the place it is given, the others in the order of the inputs."""
+    """Puts new mutations among the listed ones: at the place given, those without one in the order of the inputs."""
     listed = [(spec, value) for spec, value in zip(specs, values, strict=True) if spec.kind in _MUTATED]
     begin = next((i for i, spec in enumerate(specs) if spec.kind in _MUTATED), None)
     if begin is None:
@@ -473,8 +473,8 @@ def state_names(program: Program) -> dict[Node, str]:
 
 def callers_in(module: GraphModule) -> list[Node]:
     """The nodes that call a nested graph module, in order, by `call_module` or as an operand."""
-    graph = module.graph
-    held = [n for n in graph.find_nodes(op="get_attr") if isinstance(_attribute(module, str(n.target)), GraphModule)]
+    graph, nested = module.graph, {path for path, _ in _graph_modules(module) if path}
+    held = [n for n in graph.find_nodes(op="get_attr") if n.target in nested] if nested else []
     return sorted({*graph.find_nodes(op="call_module"), *(user for n in held for user in n.users)})
 
 

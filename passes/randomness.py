@@ -1,4 +1,4 @@
-"""Dropout and the like: what else of a program depends on its mode, found by op, each with the argument that says so."""
+"""Dropout and the like: what else of a program depends on its mode, and the argument of each op that says so."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def find_random(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Random]:
 
 def _read(node: Node, name: str) -> Random:
     if node.target in FLAGS:
-        value = _argument(node, FLAGS[node.target])  # type: ignore[index]
+        value = _argument(node, FLAGS[node.target])
         literal = value is None or isinstance(value, bool | int | float)
-        problem = "" if literal else f"its {FLAGS[node.target]} is no literal: its mode is not known"  # type: ignore[index]
+        problem = "" if literal else f"its {FLAGS[node.target]} is no literal: its mode is not known"
         drawing = (value is None or bool(value)) if literal else None
         return Random(node, name, "flag", drawing, problem)
     if node.target in _BERNOULLI and (keep := _kept(node)) is not None:
@@ -118,7 +118,7 @@ def _set_argument(node: Node, name: str, value: Any) -> None:
 
 
 def _kept(node: Node) -> float | None:
-    """The share that a mask keeps, when it is a mask: `x * (bernoulli(keep) / keep)`, which is `x` when it keeps all."""
+    """The share that a mask keeps, if it is one: `x * (bernoulli(keep) / keep)`, which is `x` when all is kept."""
     keep = node.args[1] if len(node.args) > 1 else None
     division = next(iter(node.users), None)
     if len(node.users) != 1 or division is None or division.target not in _DIVISIONS or division.args[1] != keep:
@@ -167,7 +167,8 @@ def stop(random: Random) -> None:
         found = _depth(node)
         assert found is not None
         product, source = found
-        write_note(node, depth=[product.name, *(a.name for a in product.args)], train={"was": source.name}, frozen=None)
+        operands = [operand.name for operand in product.all_input_nodes]
+        write_note(node, depth=[product.name, *operands], train={"was": source.name}, frozen=None)
         product.args = (source, 1)  # which is its input, to the bit
 
 

@@ -84,9 +84,18 @@ def find_sites(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
     Costs a side-table look-up for each form and a sort of what is found, whatever the size of the graph.
     """
     for path, graph in graphs:
-        found = [node for target in BY_TARGET for node in graph.find_nodes(op="call_function", target=target)]
-        for node in sorted(found):
+        for node in sorted(find_nodes([(path, graph)])):
             yield read_site(node, path)
+
+
+def find_nodes(graphs: Iterable[tuple[str, Graph]]) -> list[Node]:
+    """The calls of every batch norm of the graphs, unread and in no order."""
+    return [
+        node
+        for _, graph in graphs
+        for target in BY_TARGET
+        for node in graph.find_nodes(op="call_function", target=target)
+    ]
 
 
 def find_gradients(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
@@ -137,6 +146,8 @@ def _as_it_was(node: Node, form: Form, norm: BatchNorm) -> BatchNorm:
     family, and only for an operand that is the constant that was filled in.
     """
     noted = _filled(node) if form.dialect is Dialect.FAMILY else ()
+    if not noted:
+        return norm
     absent: dict[str, Any] = dict.fromkeys(f for f in noted if is_fill(getattr(norm, f), NEUTRAL[f]))
     return replace(norm, **absent)
 

@@ -1,4 +1,4 @@
-"""Writing a site in the other mode: the same node, its flag or its overload changed, its updates taken out or put in."""
+"""Writing a site in the other mode: the same node, another flag or overload, its updates taken out or put back."""
 
 from __future__ import annotations
 
@@ -142,12 +142,13 @@ class Switch:
 
     def _take_update(self, role: str, holder: Node, statistic: Node) -> dict[str, Any]:
         """Takes out a new running statistic: whoever read it reads the statistic."""
+        call: Any = holder.args[0]
         note: dict[str, Any] = {"role": role, "listed": self.listed.get(holder)}
         note["copies"] = self.removals.take_copies(holder, root_of(statistic))
         holder.replace_all_uses_with(statistic)
-        behind = holder.prev.target is operator.getitem and holder.prev.args[0] is holder.args[0]
-        behind = behind or holder.prev is holder.args[0]
-        note |= self.removals.take(holder, holder.next if behind else None, like=holder.args[0])
+        behind = holder.prev.target is operator.getitem and holder.prev.args[0] is call
+        behind = behind or holder.prev is call
+        note |= self.removals.take(holder, holder.next if behind else None, like=call)
         return {key: value for key, value in note.items() if value not in (None, [])}
 
     def to_train(self, site: Site) -> str:
@@ -181,10 +182,11 @@ class Switch:
             and self.draft.functional
             and (note or {}).get("form") != target.name
         ):
-            return f"{target.name} writes its statistics, which a functional program does not allow: legalize it to core_aten"
+            return f"{target.name} writes its statistics, which a functional program may not: legalize it to core_aten"
         val = getattr(site.norm.input, "meta", {}).get("val")
         if isinstance(val, torch.Tensor) and all(type(size) is int for size in val.shape):
-            if val.numel() == val.shape[1] > 0:
+            single = val.numel() == val.shape[1] > 0
+            if single:
                 return f"its input {list(val.shape)} has one value a channel: batch statistics are not defined"
         if self.inputs is not None and target.statistics is Statistics.OUTPUTS:
             return self.inputs.unlistable_update(site)
@@ -193,7 +195,9 @@ class Switch:
     def _put_updates(self, site: Site, target: Form, notes: list[dict[str, Any]] | None) -> None:
         """Reads the new running statistics from the call, and hands them on."""
         node = site.node
-        new = notes if notes is not None else [{"role": role, "name": "getitem"} for role in UPDATED]
+        new: list[dict[str, Any]] = (
+            notes if notes is not None else [{"role": role, "name": "getitem"} for role in UPDATED]
+        )
         for note in new:
             norm: BatchNorm = target.read(node.args, node.kwargs)
             role = note["role"]
@@ -267,7 +271,7 @@ def _respell(node: Node, form: Form, target: Form, training: bool) -> None:
     """Writes a call as another overload; what was given by keyword stays so."""
     raw = form.given(node.args, node.kwargs)
     values = [training if name == "training" else raw[name] for name in target.arguments]
-    outs = {name: node.kwargs[name] for name in target.destinations.values() if name in node.kwargs}
+    outs = {name: raw[form.destinations[role]] for role, name in target.destinations.items()}
     by_position = {*form.arguments[: len(node.args)]}
     if "momentum" in by_position:
         by_position.add("training")
