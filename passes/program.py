@@ -422,6 +422,49 @@ def _copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn
     return new
 
 
+def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bool) -> Program:
+    """The program with other values for some of its buffers, by name: written into them, or in a copy that shares the
+    rest.
+    """
+    if inplace:
+        held = _held(program)
+        with torch.no_grad():
+            for name, value in tensors.items():
+                held[name].copy_(value)
+        return program
+    made = Draft(program).build()
+    if isinstance(made, ExportedProgram):
+        for name, value in tensors.items():
+            (made._state_dict if name in made._state_dict else made._constants)[name] = value
+        return made
+    owned: dict[int, torch.nn.Module] = {}
+    for name, value in tensors.items():
+        *path, last = name.split(".")
+        owner: torch.nn.Module = made
+        for atom in path:
+            child = owner._modules[atom]
+            if child is not None and id(child) not in owned:
+                new = child if isinstance(child, GraphModule) else _shallow(child)
+                owned |= {id(child): new, id(new): new}
+            owner._modules[atom] = owner = owned[id(child)]
+        owner._buffers[last] = value
+    return made
+
+
+def _held(program: Program) -> dict[str, torch.Tensor]:
+    if isinstance(program, ExportedProgram):
+        return {**program.constants, **program.state_dict}
+    return dict(program.named_buffers(remove_duplicate=False))
+
+
+def _shallow(module: torch.nn.Module) -> torch.nn.Module:
+    """A module with containers of its own around the same tensors."""
+    new = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[name] = dict(module.__dict__[name])
+    return new
+
+
 def empty_val(like: torch.Tensor, shape: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     """A tensor for `meta["val"]`, fake if `like` is: made directly, ten times cheaper than by `like.new_empty`."""
     if not isinstance(like, FakeTensor) or any(type(size) is not int for size in shape):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch_batchnorm.decomps.forms import (
 )
 from torch_batchnorm.passes.counting import Counters, root_of
 from torch_batchnorm.passes.mutation import Inputs
-from torch_batchnorm.passes.program import Draft
+from torch_batchnorm.passes.program import Draft, empty_val
 from torch_batchnorm.passes.removal import Removals, set_val
 from torch_batchnorm.passes.rewriting import carried, forward_of, output_val
 from torch_batchnorm.passes.site import Site, find_gradients, forget, note_of, write_note
@@ -78,12 +78,14 @@ class Switch:
                 self.gradients[made].append(gradient)
         self.adds: dict[Node, Node | str | None] = {}
 
-    def to_eval(self, sites: Iterable[Site]) -> list[tuple[Site, str]]:
-        """Switches every training site of these to eval; returns each with a reason where it was declined."""
+    def to_eval(self, sites: Iterable[Site], chosen: Container[Node] | None = None) -> list[tuple[Site, str]]:
+        """Switches every training site to eval, or those that are chosen; returns each with why it was declined, empty
+        where it was not. All sites of the draft are asked for: their counters are told apart by their order.
+        """
         training = [s for s in sites if s.norm is not None and s.norm.training is True]
         self.adds = self.counters.pair(training)
         told = []
-        for site in reversed(training):
+        for site in reversed([s for s in training if chosen is None or s.node in chosen]):
             reason = site.problem or self._untouchable(site) or self._unevaluable(site)
             told.append((site, reason))
             if not reason:
@@ -159,6 +161,7 @@ class Switch:
         reason = site.problem or self._untouchable(site) or self._untrainable(site, target, note)
         if reason:
             return reason
+        attach(site)
         note = note or {"counter": {}}
         if "counter" in note:
             self.counters.restore(site, note["counter"])
@@ -255,6 +258,39 @@ def _readers(holder: Node) -> list[Node]:
         through = user.target in (aten.detach.default, aten.alias.default)
         found += _readers(user) if through else [user]
     return found
+
+
+def detach(site: Site) -> bool:
+    """Cuts the site's weight and bias off from their gradients; returns whether there was one to cut off."""
+    node, form = site.node, site.form
+    cut = False
+    for field in ("weight", "bias"):
+        tensor = getattr(site.norm, field)
+        if tensor is None or tensor.target is aten.detach.default:
+            continue
+        with node.graph.inserting_before(node):
+            held = node.graph.create_node("call_function", aten.detach.default, (tensor,), name="detach")
+        held.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+        val = tensor.meta.get("val")
+        set_val(held, None if val is None else empty_val(val, val.shape, val.dtype), node)
+        set_field(node, form, field, held)
+        cut = True
+    if cut:
+        write_note(node, detached=True)
+    return cut
+
+
+def attach(site: Site) -> None:
+    """Undoes `detach`."""
+    if not note_of(site.node).get("detached"):
+        return
+    for field in ("weight", "bias"):
+        held = site.form.given(site.node.args, site.node.kwargs).get(field)
+        if isinstance(held, Node) and held.target is aten.detach.default:
+            set_field(site.node, site.form, field, held.args[0])
+            if not held.users:
+                held.graph.erase_node(held)
+    forget(site.node, "detached")
 
 
 def set_field(node: Node, form: Form, field: str, value: Any) -> None:

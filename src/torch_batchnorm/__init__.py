@@ -16,6 +16,10 @@ from torch_batchnorm.errors import InvalidOutput as InvalidOutput
 from torch_batchnorm.errors import InvalidProgram as InvalidProgram
 from torch_batchnorm.passes.consolidation import Consolidate as Consolidate
 from torch_batchnorm.passes.consolidation import consolidate as consolidate
+from torch_batchnorm.passes.freezing import Freeze as Freeze
+from torch_batchnorm.passes.freezing import Unfreeze as Unfreeze
+from torch_batchnorm.passes.freezing import freeze as freeze
+from torch_batchnorm.passes.freezing import unfreeze as unfreeze
 from torch_batchnorm.passes.legalization import TARGETS as TARGETS
 from torch_batchnorm.passes.legalization import Legalize as Legalize
 from torch_batchnorm.passes.legalization import legalize as legalize
@@ -24,6 +28,8 @@ from torch_batchnorm.passes.mode import switch_mode as switch_mode
 from torch_batchnorm.passes.program import Declined as Declined
 from torch_batchnorm.passes.program import Edit as Edit
 from torch_batchnorm.passes.program import Result as Result
+from torch_batchnorm.passes.recalibration import Recalibrate as Recalibrate
+from torch_batchnorm.passes.recalibration import recalibrate as recalibrate
 from torch_batchnorm.passes.verification import verify as verify
 from torch_batchnorm.render import render as render
 from torch_batchnorm.report import Report as Report
