@@ -125,7 +125,7 @@ class Recalibrate:
                 _run(measuring, state, args, kwargs, ran)
         if not ran:
             raise InvalidChoice("found no batch, expected at least one: is the iterable used up?")
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for names, tally in tallies.items():
             tensors |= self._estimated(names, tally, state)
         changed = any(not torch.equal(state[name].to(t.device), t) for name, t in tensors.items())
@@ -271,8 +271,9 @@ def _inputs(program: Program) -> tuple[list[str], list[str]]:
     """The names of what a program takes by keyword, and by position, one for each argument."""
     if not isinstance(program, ExportedProgram):
         return [], [str(node.target) for node in program.graph.find_nodes(op="placeholder")]
-    by_position, by_keyword = program.call_spec.in_spec.children_specs  # type: ignore[union-attr]
-    names, inputs = [], list(program.graph_signature.user_inputs)
+    by_position, by_keyword = program.call_spec.in_spec.children_specs
+    names: list[str] = []
+    inputs = list(program.graph_signature.user_inputs)
     for spec in by_position.children_specs:
         names.append(str(inputs[0]) if spec.num_leaves == 1 and inputs else f"argument {len(names)}")
         inputs = inputs[spec.num_leaves :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from typing import Any
@@ -30,6 +31,8 @@ from torch_batchnorm.passes.site import Site, find_gradients, forget, note_of, w
 
 aten = torch.ops.aten
 
+# What a tensor that is no state begins with.
+_MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty)")
 _LEGIT_EVAL = aten._native_batch_norm_legit_no_training
 
 
@@ -119,8 +122,9 @@ class Switch:
         """Why a training site cannot be switched to eval and back, empty when it can."""
         if isinstance(reason := self.adds.get(site.node), str):
             return reason
-        if note_of(site.node).get("cumulative"):
-            return "it averages its statistics cumulatively (momentum=None): export the model in eval instead"
+        if _MADE.match(str(root_of(site.norm.running_mean).target)):
+            made = root_of(site.norm.running_mean).name
+            return f"its statistics start from {made} in each batch, as exportable writes momentum=None: export in eval"
         if site.form.statistics is Statistics.OUTPUTS:
             gradients = {gradient.node for gradient in self.gradients.get(site.node, ())}
             for statistic in (site.norm.running_mean, site.norm.running_var):

@@ -45,6 +45,7 @@ PUBLIC = [
     "decomposition_table",
     "diff",
     "explain_backend",
+    "exportable",
     "freeze",
     "inspect",
     "legalize",

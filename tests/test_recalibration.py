@@ -185,11 +185,11 @@ def _interrupted():
 
 
 FAILURES = {
-    "interrupted": (_interrupted, KeyboardInterrupt, ""),
+    "interrupted": (_interrupted, KeyboardInterrupt, "^$"),
     "a batch of another shape": (lambda: [DATA[0], DATA[0, :, :2]], tbn.InvalidChoice, "batch 2: found one that"),
     "a label too many": (lambda: [(DATA[0], 1)], tbn.InvalidChoice, "batch 1: found one that"),
     "other names": (lambda: [{"y": DATA[0], "z": 1}], tbn.InvalidChoice, "batch 1: found one that"),
-    "no batch": (lambda: [], tbn.InvalidChoice, "found no batch"),
+    "no batch": (list, tbn.InvalidChoice, "found no batch"),
     "not finite": (lambda: [DATA[0] / 0], tbn.InvalidBatchNorm, "not finite somewhere"),
 }
 
