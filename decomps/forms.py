@@ -121,7 +121,7 @@ class Form:
     source: str
     names: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The overload as graphs print it.
 
@@ -134,6 +134,11 @@ class Form:
     def arguments(self) -> tuple[str, ...]:
         """The field that each positional schema argument holds, in schema order."""
         return tuple(self.names.get(a.name, a.name) for a in self.overload._schema.arguments if not a.is_out)
+
+    @cached_property
+    def schema_names(self) -> tuple[str, ...]:
+        """What the schema calls those fields."""
+        return tuple(a.name for a in self.overload._schema.arguments if not a.is_out)
 
     @cached_property
     def destinations(self) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ from torch_batchnorm.errors import InvalidChoice
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
 from torch_batchnorm.passes.randomness import Random, find_random, start, stop
 from torch_batchnorm.passes.site import Site, find_nodes, find_sites, forget, note_of, write_note
-from torch_batchnorm.passes.switching import Switch
+from torch_batchnorm.passes.switching import Switch, eval_form
 
 MODES = ("eval", "train")
 
@@ -54,7 +54,8 @@ class SwitchMode:
             self._stop(draft, edits, declined)
         else:
             self._start(draft, edits, declined)
-        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+        lint = self.to == "train"  # to eval, nodes only go, and their readers read what they were made of
+        return Result(draft.build(lint) if edits else program, tuple(edits), tuple(declined))
 
     def _wanted(self, graphs: Graphs) -> bool:
         """Whether anything is in the other mode: the first one found is enough."""
@@ -79,7 +80,9 @@ class SwitchMode:
             if reason:
                 declined.append(_declined(site, reason))
             else:
-                edits.append(Edit(site.name, site.module, f"{site.form.name} (train)", f"{site.node.target} (eval)"))
+                edits.append(
+                    Edit(site.name, site.module, f"{site.form.name} (train)", f"{eval_form(site.form).name} (eval)")
+                )
         for drawing in random:
             if drawing.training:
                 stop(drawing)

@@ -128,7 +128,7 @@ class Draft:
         self.top = top_module(program)
         self.functional = is_functional(program)
         self.signature = program.graph_signature if isinstance(program, ExportedProgram) else None
-        modules = list(_graph_modules(self.top))
+        self._modules = modules = list(_graph_modules(self.top))
         self._graphs = {id(m.graph): m.graph if inplace else copy_graph(m.graph) for _, m in modules}
         self.graphs = [(path, self._graphs[id(module.graph)]) for path, module in modules]
         self._inputs = input_specs(program)
@@ -286,21 +286,24 @@ class Draft:
             str(spec.target or getattr(spec.arg, "name", "")): i for i, spec in enumerate(self.signature.input_specs)
         }
 
-    def build(self) -> Program:
+    def build(self, lint: bool = True) -> Program:
         """The edited program: linted, compiled and, when its signature changed, validated.
+
+        lint: False for edits in place that cannot put a node before what it reads, as lint costs a walk of the graph.
 
         torch's constructor validates every program, which costs more than the whole pass (it is quadratic in buffers).
         Where the signature is the original's and every name it refers to was kept, there is nothing for it to find.
         """
         self._list_mutations()
-        built = self._built_inplace() if self.inplace else self._built_copy()
+        built = self._built_inplace(lint) if self.inplace else self._built_copy()
         if (self._unlisted or self._unchecked or self._dropped) and isinstance(built, ExportedProgram):
             built.validate()  # type: ignore[no-untyped-call]
         return built
 
-    def _built_inplace(self) -> Program:
-        for _, module in _graph_modules(self.top):
-            module.graph.lint()
+    def _built_inplace(self, lint: bool) -> Program:
+        for _, module in self._modules:
+            if lint:
+                module.graph.lint()
             module.recompile()
         if isinstance(self.program, ExportedProgram):
             self.program._graph_signature = self.signature  # type: ignore[assignment]
@@ -500,14 +503,15 @@ def state_names(program: Program) -> dict[Node, str]:
     """
     names: dict[Node, str] = {}
     inputs = input_specs(program)
-    for path, module in _graph_modules(top_module(program)):
+    modules = list(_graph_modules(top_module(program)))
+    for path, module in modules:
         graph = module.graph
         for node in graph.find_nodes(op="placeholder") if not path else ():
             spec = inputs.get(node.name)
             names[node] = node.name if spec is None or spec.target is None else spec.target
         for node in graph.find_nodes(op="get_attr"):
             names[node] = f"{path}.{node.target}" if path else str(node.target)
-        for node in callers_in(module):
+        for node in callers_in(module) if len(modules) > 1 else ():
             for placeholder, operand in _bindings(module, node):
                 if operand in names:
                     names.setdefault(placeholder, names[operand])

@@ -299,12 +299,11 @@ def attach(site: Site) -> None:
 
 def set_field(node: Node, form: Form, field: str, value: Any) -> None:
     """Sets one argument of a call, by position or by keyword as it was given."""
-    schema = [a.name for a in form.overload._schema.arguments if not a.is_out]
     index = form.arguments.index(field)
     if index < len(node.args):
         node.args = (*node.args[:index], value, *node.args[index + 1 :])
     else:
-        node.kwargs = {**node.kwargs, schema[index]: value}
+        node.kwargs = {**node.kwargs, form.schema_names[index]: value}
 
 
 def _respell(node: Node, form: Form, target: Form, training: bool) -> None:
