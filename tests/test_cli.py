@@ -312,7 +312,10 @@ def test_a_failing_save_leaves_the_old_output(run, model, tmp_path, monkeypatch)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt2", "out.pt2"]
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help"), ("consolidate", "--help")], ids=" ".join)
+COMMANDS = ("inspect", "consolidate", "legalize", "mode", "freeze", "unfreeze", "recalibrate", "diff")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), *((command, "--help") for command in COMMANDS)], ids=" ".join)
 def test_help_has_an_example(run, arguments):
     result = run(*arguments)
     assert result.exit_code == 0

@@ -1,6 +1,7 @@
 """switch_mode: to eval as the eager model in eval, to the bit; back to train, node for node; what cannot be is told."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -556,3 +557,66 @@ def test_the_statistics_stay_and_do_not_move_in_eval():
     before = {k: v.clone() for k, v in program.state_dict.items()}
     program.module()(X)
     assert same(dict(program.state_dict), before)
+
+
+class OnInputs(nn.Module):
+    def forward(self, x, mean, var):
+        return functional.batch_norm(x, mean, var, training=self.training)
+
+
+def test_statistics_that_are_inputs():
+    inputs = (torch.randn(4, 3), torch.zeros(3), torch.ones(3))
+    program = export(OnInputs(), *inputs).run_decompositions()
+    kinds = [spec.kind for spec in program.graph_signature.output_specs]
+    assert kinds == [OutputKind.USER_INPUT_MUTATION] * 2 + [OutputKind.USER_OUTPUT]
+    found = switched(program, "eval")
+    assert [spec.kind for spec in found.program.graph_signature.output_specs] == [OutputKind.USER_OUTPUT]
+    assert nodes(tbn.switch_mode(found.program, "train")) == nodes(program)
+    trains = tbn.switch_mode(export(OnInputs().eval(), *inputs).run_decompositions(), "train")
+    assert [spec.kind for spec in trains.graph_signature.output_specs] == kinds
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=("in memory", "saved"))
+def test_a_dropout_exported_in_eval_stays_so(saved):
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Dropout(0.2))
+    net[1].eval()
+    program = export(net, X)
+    evaluates = tbn.switch_mode(program, "eval")
+    evaluates = saved_and_loaded(evaluates) if saved else evaluates
+    trains = tbn.switch_mode(evaluates, "train")
+    assert [n.args[2] for n in trains.graph.find_nodes(op="call_function", target=aten.dropout.default)] == [
+        False,
+        True,
+    ]
+    assert nodes(trains) == nodes(saved_and_loaded(program) if saved else program)
+
+
+def test_a_strict_export_follows():
+    net = made()
+    program = torch.export.export(net, (X,), strict=True)
+    evaluates = tbn.switch_mode(program, "eval")
+    with torch.no_grad():
+        assert same(evaluates.module()(X), net.eval()(X))
+    assert nodes(tbn.switch_mode(evaluates, "train")) == nodes(program)
+
+
+def test_a_graph_that_reads_old_statistics_later_is_declined():
+    """Hand-built: eval has one value of them only, and the way back could not tell which was read."""
+    graph = Graph()
+    tensors = [graph.placeholder(name) for name in TENSORS]
+    call = graph.call_function(aten._native_batch_norm_legit_functional.default, (*tensors, True, 0.1, 1e-5))
+    out, mean = (graph.call_function(operator.getitem, (call, index)) for index in (0, 3))
+    graph.output((out, mean, graph.call_function(aten.mul.Tensor, (tensors[3], 2))))
+    (declined,) = SwitchMode("eval")(GraphModule({}, graph)).declined
+    assert declined.reason == "mul_tensor reads running_mean as it was before the update: in eval there is no other"
+
+
+def test_the_mutations_of_a_program_keep_their_order():
+    """Not torch.export's order, which a program from elsewhere need not have."""
+    program = program_of(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), True)
+    output = program.graph.output_node()
+    output.args = ((*reversed(output.args[0][:6]), output.args[0][6]),)
+    specs = program.graph_signature.output_specs
+    specs[:6] = specs[5::-1]
+    program.graph_module.recompile()
+    assert nodes(tbn.switch_mode(tbn.switch_mode(program, "eval"), "train")) == nodes(program)
