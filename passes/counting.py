@@ -113,8 +113,9 @@ class Counters:
         removals = self.removals
         counter: Any = add.args[0]
         note: dict[str, Any] = {"op": str(add.target), "listed": listed.get(add)}
-        note["copies"] = removals.take_copies(add, root_of(counter))
-        add.replace_all_uses_with(counter)
+        if add.users:
+            note["copies"] = removals.take_copies(add, root_of(counter))
+            add.replace_all_uses_with(counter)
         one: Any = add.args[1]
         before = _first_for(site.node) if add.graph is site.node.graph else None
         note |= removals.take(add, before)
