@@ -358,7 +358,108 @@ def compilation(quick: bool) -> Iterator[Bar]:
     yield Bar("compile time of ResNet-50, keep=train over stock", ours / stock, 0, 1.03, f"{taken}")
 
 
-MEASURES = (linear, floor, pattern, decompositions, runtime, ops, legalization, inductor, curves, compilation)
+def trained(sites: int) -> GraphModule:
+    """`sites` train batch norms with state and counters of their own, as `program.module()` holds them."""
+    mode, root, graph = FakeTensorMode(), torch.nn.Module(), Graph()
+    with mode:
+        vals = {1: torch.empty(4), 0: torch.empty((), dtype=torch.int64), 4: torch.empty(2, 4, 3, 3)}
+
+    def add(node: Any, rank: int) -> Any:
+        node.meta["val"] = vals[rank]
+        return node
+
+    x = add(graph.placeholder("x"), 4)
+    for site in range(sites):
+        root.add_module(f"bn{site}", torch.nn.BatchNorm2d(4))
+        names = ("weight", "bias", "running_mean", "running_var")
+        tensors = [add(graph.get_attr(f"bn{site}.{name}"), 1) for name in names]
+        counter = add(graph.get_attr(f"bn{site}.num_batches_tracked"), 0)
+        add(graph.call_function(aten.add_.Tensor, (counter, 1)), 0)
+        x = add(graph.call_function(aten.batch_norm.default, (x, *tensors, True, 0.1, 1e-5, False)), 4)
+        for _ in range(3):
+            x = add(graph.call_function(aten.relu.default, (x,)), 4)
+    graph.output((x,))
+    return GraphModule(root, graph)
+
+
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a run, and of those the ones that went into compiling graph modules."""
+    compiling, compile_ = 0.0, GraphModule.recompile
+
+    def recompile(self: Any) -> Any:
+        nonlocal compiling
+        start = time.perf_counter()
+        try:
+            return compile_(self)
+        finally:
+            compiling += time.perf_counter() - start
+
+    gc.collect()
+    with patch.object(GraphModule, "recompile", recompile):
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start, compiling
+
+
+def switching(quick: bool) -> Iterator[Bar]:
+    """To eval, against torchao's switch, in place as it works; and its cost grows with the batch norms."""
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+
+    sites, turns = (200, 1) if quick else (800, 3)
+    pairs = []
+    for _ in range(turns):
+        modules = [trained(sites), trained(sites)]
+        theirs = timed(lambda m=modules: move_exported_model_to_eval(m[0]))
+        ours = min(
+            timed(lambda m=modules: tbn.SwitchMode("eval", inplace=True)(m[1])),
+            *(_again(modules[1]) for _ in range(4)),
+        )
+        pairs.append((theirs, ours))
+        modes = [{n.args[5] for n in m.graph.find_nodes(op="call_function", target=OP)} for m in modules]
+        assert modes == [{False}, {False}], modes
+    theirs, ours = min(theirs for theirs, _ in pairs), min(ours for _, ours in pairs)
+    compiled, apart = theirs[1], min(whole - compiling for _, (whole, compiling) in pairs)
+    ratio = (theirs[0] - ours[1]) / apart  # both end with one compilation; torchao's other ones are its own
+    detail = f"torchao {theirs[0]:.2f} s ({compiled * 1e3:.0f} ms compiling), switch_mode {ours[0] * 1e3:.0f} ms"
+    detail += f" ({ours[1] * 1e3:.0f} ms compiling)"
+    yield Bar(f"to eval faster than torchao at {sites} BN, times", theirs[0] / ours[0], 15, math.inf, detail)
+    yield Bar("the same, the one compilation that both need subtracted, times", ratio, 100, math.inf, detail)
+    per_site = {}
+    for sites in (100, 1000 if quick else 10000):
+        held: list[GraphModule] = []
+        with no_recompile():
+            taken = seconds(
+                lambda held=held: tbn.SwitchMode("eval", inplace=True)(held[-1]),
+                lambda held=held, n=sites: held.append(trained(n)),
+                repeat=3 if sites > 1000 else 7,
+            )
+        per_site[sites] = taken / sites * 1e6
+    least, most = min(per_site), max(per_site)
+    detail = ", ".join(f"{n:,} BN {us:.1f} us a BN" for n, us in per_site.items())
+    yield Bar("switch_mode is linear: longest chain over shortest", per_site[most] / per_site[least], 0, 2, detail)
+
+
+OP = aten.batch_norm.default
+
+
+def _again(module: GraphModule) -> tuple[float, float]:
+    tbn.SwitchMode("train", inplace=True)(module)
+    return timed(lambda: tbn.SwitchMode("eval", inplace=True)(module))
+
+
+MEASURES = (
+    linear,
+    floor,
+    pattern,
+    decompositions,
+    runtime,
+    ops,
+    legalization,
+    inductor,
+    curves,
+    compilation,
+    switching,
+)
 
 
 def main() -> int:

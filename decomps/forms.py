@@ -102,6 +102,9 @@ class Gradient:
     out: Mapping[str, Any] = field(default_factory=dict)
 
 
+_RECORDED = {record: tuple(f.name for f in fields(record) if f.name != "out") for record in (BatchNorm, Gradient)}
+
+
 @dataclass(frozen=True, eq=False)
 class Form:
     """How one overload spells a `BatchNorm` or a `Gradient`: arguments by schema name, outputs by role.
@@ -118,7 +121,7 @@ class Form:
     source: str
     names: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The overload as graphs print it.
 
@@ -131,6 +134,11 @@ class Form:
     def arguments(self) -> tuple[str, ...]:
         """The field that each positional schema argument holds, in schema order."""
         return tuple(self.names.get(a.name, a.name) for a in self.overload._schema.arguments if not a.is_out)
+
+    @cached_property
+    def schema_names(self) -> tuple[str, ...]:
+        """What the schema calls those fields."""
+        return tuple(a.name for a in self.overload._schema.arguments if not a.is_out)
 
     @cached_property
     def destinations(self) -> Mapping[str, str]:
@@ -172,7 +180,7 @@ class Form:
         if absent:
             raise KeyError(absent[0])
         record: Any = Gradient if self.roles == GRADS else BatchNorm
-        values = {f.name: given.get(f.name) for f in fields(record)}
+        values = {name: given.get(name) for name in _RECORDED[record]}
         if self.mode is not Mode.FLAG:
             values["training"] = self.mode is Mode.TRAIN
         if record is Gradient and "output_mask" not in given:

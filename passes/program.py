@@ -128,12 +128,16 @@ class Draft:
         self.top = top_module(program)
         self.functional = is_functional(program)
         self.signature = program.graph_signature if isinstance(program, ExportedProgram) else None
-        modules = list(_graph_modules(self.top))
+        self._modules = modules = list(_graph_modules(self.top))
         self._graphs = {id(m.graph): m.graph if inplace else copy_graph(m.graph) for _, m in modules}
         self.graphs = [(path, self._graphs[id(module.graph)]) for path, module in modules]
         self._inputs = input_specs(program)
         self._listed = set() if self.signature is None else {(o.kind, o.target) for o in self.signature.output_specs}
         self._unlisted: dict[Node, tuple[OutputKind, str]] = {}
+        self._places: dict[str, int | None] = {}  # target of a new mutation -> its place among the mutations
+        self._dropped = False  # whether an input or a mutation left the signature
+        self._lost: set[str] = set()  # constants that nothing reads any more
+        self._gained: dict[str, torch.Tensor] = {}
         self.verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
         self.renamed: dict[str, str] = {}  # nodes that others stand for now, for the signatures of module calls
         self._unchecked = False  # whether the dialect or the signature's mutations changed
@@ -156,10 +160,19 @@ class Draft:
         if mutation is not None:
             self._unlisted[value] = mutation
 
+    def place(self, target: Node, place: int | None) -> None:
+        """Where the new mutation of a program input goes among the listed ones; None: in the order of the inputs, which
+        is torch.export's. Without it, it goes last.
+        """
+        mutation = self._mutation_of(target)
+        if mutation is not None:
+            self._places[mutation[1]] = place
+
     def _mutation_of(self, node: Node) -> tuple[OutputKind, str] | None:
         """The output a mutation of this placeholder is listed as, None when it is listed already or is no input."""
-        spec = self._inputs.get(node.name) if node.op == "placeholder" else None
-        if spec is None or self.signature is None:
+        at_top = node.op == "placeholder" and node.graph is self.graphs[0][1]
+        spec = self._inputs.get(node.name) if at_top else None
+        if spec is None or self.signature is None or not self.functional or spec.kind not in MUTATIONS:
             return None
         mutation = MUTATIONS[spec.kind], str(spec.target if spec.kind is InputKind.BUFFER else node.name)
         return None if mutation in self._listed else mutation
@@ -191,6 +204,58 @@ class Draft:
         self.signature = ExportGraphSignature(list(self.signature.input_specs), [s for s, _ in kept])
         self._listed = set()
 
+    def drop_unchanged(self) -> None:
+        """Takes out the mutation outputs whose new value is the input itself: nothing is written."""
+        if self.signature is None:
+            return
+        unchanged = {value for target, value in self.mutations() if target is value}
+        output = self.graphs[0][1].output_node()
+        values: Any = output.args[0]
+        pairs = list(zip(self.signature.output_specs, values, strict=True))
+        kept = [(s, v) for s, v in pairs if s.kind not in _MUTATED or v not in unchanged]
+        if len(kept) == len(pairs):
+            return
+        output.args = (tuple(v for _, v in kept),)
+        self.signature = ExportGraphSignature(list(self.signature.input_specs), [s for s, _ in kept])
+        self._listed = {(o.kind, o.target) for o in self.signature.output_specs}
+        self._dropped = True
+
+    def drop_constant(self, node: Node) -> tuple[int, str] | None:
+        """Takes a lifted constant that nothing reads out of graph and signature; returns its place among the inputs and
+        its name in the state, None for any other node.
+        """
+        spec = self._inputs.get(node.name) if node.graph is self.graphs[0][1] else None
+        if spec is None or self.signature is None or spec.kind is not InputKind.CONSTANT_TENSOR or node.users:
+            return None
+        specs = list(self.signature.input_specs)
+        place = next(i for i, s in enumerate(specs) if getattr(s.arg, "name", None) == node.name)
+        del specs[place], self._inputs[node.name]
+        node.graph.erase_node(node)
+        self.signature = ExportGraphSignature(specs, list(self.signature.output_specs))
+        if all(s.target != spec.target for s in specs):
+            self._lost.add(str(spec.target))
+        self._dropped = True
+        return place, str(spec.target)
+
+    def add_constant(self, name: str, place: int, target: str, value: torch.Tensor, val: Any) -> Node:
+        """A new lifted constant at this place among the inputs: its placeholder."""
+        graph = self.graphs[0][1]
+        placeholders = graph.find_nodes(op="placeholder")
+        at = placeholders[place] if place < len(placeholders) else placeholders[-1].next
+        with graph.inserting_before(at):
+            node = graph.create_node("placeholder", name, name=name)
+        node.meta["val"] = val
+        if self.signature is not None:
+            spec = InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), target)
+            specs = list(self.signature.input_specs)
+            self.signature = ExportGraphSignature(
+                [*specs[:place], spec, *specs[place:]], list(self.signature.output_specs)
+            )
+            self._inputs[node.name] = spec
+            self._gained[target] = value
+            self._dropped = True
+        return node
+
     def _list_mutations(self) -> None:
         """Writes the new mutations into output node and signature, before what the program returns."""
         if self.signature is None:
@@ -199,34 +264,58 @@ class Draft:
         values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         specs = list(self.signature.output_specs)
         place = next((i for i, spec in enumerate(specs) if spec.kind not in _BEFORE_RESULTS), len(specs))
-        values[place:place] = self._unlisted
-        specs[place:place] = [OutputSpec(k, TensorArgument(v.name), name) for v, (k, name) in self._unlisted.items()]
+        new = {v: OutputSpec(k, TensorArgument(v.name), name) for v, (k, name) in self._unlisted.items()}
+        placed = {v: spec for v, spec in new.items() if spec.target in self._places}
+        last = [v for v in new if v not in placed]
+        values[place:place] = last
+        specs[place:place] = [new[v] for v in last]
+        if placed:
+            _insert(values, specs, placed, self._places, self._order)
         if self._unlisted:
             output.args = (tuple(values),)
+        if "val" in output.meta and (self._unlisted or self._dropped):  # a loaded program's has
+            output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, Node) else v for v in values)
         specs = [_renamed(spec, value) for spec, value in zip(specs, values, strict=True)]
         self.signature = ExportGraphSignature(list(self.signature.input_specs), specs)
 
-    def build(self) -> Program:
+    @property
+    def _order(self) -> dict[str, int]:
+        """The place of each input by what a mutation of it is called."""
+        assert self.signature is not None
+        return {
+            str(spec.target or getattr(spec.arg, "name", "")): i for i, spec in enumerate(self.signature.input_specs)
+        }
+
+    def build(self, lint: bool = True) -> Program:
         """The edited program: linted, compiled and, when its signature changed, validated.
+
+        lint: False for edits in place that cannot put a node before what it reads, as lint costs a walk of the graph.
 
         torch's constructor validates every program, which costs more than the whole pass (it is quadratic in buffers).
         Where the signature is the original's and every name it refers to was kept, there is nothing for it to find.
         """
         self._list_mutations()
-        built = self._built_inplace() if self.inplace else self._built_copy()
-        if (self._unlisted or self._unchecked) and isinstance(built, ExportedProgram):
+        built = self._built_inplace(lint) if self.inplace else self._built_copy()
+        if (self._unlisted or self._unchecked or self._dropped) and isinstance(built, ExportedProgram):
             built.validate()  # type: ignore[no-untyped-call]
         return built
 
-    def _built_inplace(self) -> Program:
-        for _, module in _graph_modules(self.top):
-            module.graph.lint()
+    def _built_inplace(self, lint: bool) -> Program:
+        for _, module in self._modules:
+            if lint:
+                module.graph.lint()
             module.recompile()
         if isinstance(self.program, ExportedProgram):
             self.program._graph_signature = self.signature  # type: ignore[assignment]
             self.program._verifiers = self.verifiers
             self.program._module_call_graph = self._entries()
+            self._keep_constants(self.program)
         return self.program
+
+    def _keep_constants(self, program: ExportedProgram) -> None:
+        for name in self._lost - self._gained.keys():
+            program._constants.pop(name, None)
+        program._constants.update(self._gained)
 
     def _built_copy(self) -> Program:
         made: dict[int, torch.nn.Module] = {}
@@ -248,6 +337,7 @@ class Draft:
         program._constants = copy.copy(self.program.constants)
         program._range_constraints = copy.copy(self.program.range_constraints)
         program._module_call_graph = self._entries()
+        self._keep_constants(program)
         return program
 
     def _entries(self) -> list[ModuleCallEntry]:
@@ -262,6 +352,34 @@ class Draft:
                     name = self.renamed[name]
                     argument.name = name
         return entries
+
+
+def _insert(
+    values: list[Any],
+    specs: list[OutputSpec],
+    placed: dict[Node, OutputSpec],
+    places: dict[str, int | None],
+    order: dict[str, int],
+) -> None:
+    """Puts new mutations among the listed ones: at the place given, those without one in the order of the inputs."""
+    listed = [(spec, value) for spec, value in zip(specs, values, strict=True) if spec.kind in _MUTATED]
+    begin = next((i for i, spec in enumerate(specs) if spec.kind in _MUTATED), None)
+    if begin is None:
+        begin = next((i for i, spec in enumerate(specs) if spec.kind not in _BEFORE_RESULTS), len(specs))
+    end = begin + len(listed)
+    given = {v: places[str(spec.target)] for v, spec in placed.items()}
+    for value, place in sorted(given.items(), key=lambda pair: -1 if pair[1] is None else pair[1]):
+        if place is not None:
+            listed.insert(place, (placed[value], value))
+    free = sorted((v for v, place in given.items() if place is None), key=lambda v: order[str(placed[v].target)])
+    merged, rest = [], list(reversed(free))
+    for spec, value in listed:
+        while rest and order[str(placed[rest[-1]].target)] < order.get(str(spec.target), -1):
+            merged.append((placed[rest[-1]], rest.pop()))
+        merged.append((spec, value))
+    merged += [(placed[value], value) for value in reversed(rest)]
+    specs[begin:end] = [spec for spec, _ in merged]
+    values[begin:end] = [value for _, value in merged]
 
 
 def _renamed(spec: OutputSpec, value: Any) -> OutputSpec:
@@ -307,6 +425,49 @@ def _copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn
     return new
 
 
+def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bool) -> Program:
+    """The program with other values for some of its buffers, by name: written into them, or in a copy that shares the
+    rest.
+    """
+    if inplace:
+        held = _held(program)
+        with torch.no_grad():
+            for name, value in tensors.items():
+                held[name].copy_(value)
+        return program
+    made = Draft(program).build()
+    if isinstance(made, ExportedProgram):
+        for name, value in tensors.items():
+            (made._state_dict if name in made._state_dict else made._constants)[name] = value
+        return made
+    owned: dict[int, torch.nn.Module] = {}
+    for name, value in tensors.items():
+        *path, last = name.split(".")
+        owner: torch.nn.Module = made
+        for atom in path:
+            child = owner._modules[atom]
+            if child is not None and id(child) not in owned:
+                new = child if isinstance(child, GraphModule) else _shallow(child)
+                owned |= {id(child): new, id(new): new}
+            owner._modules[atom] = owner = owned[id(child)]
+        owner._buffers[last] = value
+    return made
+
+
+def _held(program: Program) -> dict[str, torch.Tensor]:
+    if isinstance(program, ExportedProgram):
+        return {**program.constants, **program.state_dict}
+    return dict(program.named_buffers(remove_duplicate=False))
+
+
+def _shallow(module: torch.nn.Module) -> torch.nn.Module:
+    """A module with containers of its own around the same tensors."""
+    new = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[name] = dict(module.__dict__[name])
+    return new
+
+
 def empty_val(like: torch.Tensor, shape: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     """A tensor for `meta["val"]`, fake if `like` is: made directly, ten times cheaper than by `like.new_empty`."""
     if not isinstance(like, FakeTensor) or any(type(size) is not int for size in shape):
@@ -342,30 +503,42 @@ def state_names(program: Program) -> dict[Node, str]:
     """
     names: dict[Node, str] = {}
     inputs = input_specs(program)
-    for path, module in _graph_modules(top_module(program)):
-        for node in module.graph.nodes:
-            if node.op == "placeholder" and not path:
-                spec = inputs.get(node.name)
-                names[node] = node.name if spec is None or spec.target is None else spec.target
-            elif node.op == "get_attr":
-                names[node] = f"{path}.{node.target}" if path else str(node.target)
-        for node in module.graph.nodes:
+    modules = list(_graph_modules(top_module(program)))
+    for path, module in modules:
+        graph = module.graph
+        for node in graph.find_nodes(op="placeholder") if not path else ():
+            spec = inputs.get(node.name)
+            names[node] = node.name if spec is None or spec.target is None else spec.target
+        for node in graph.find_nodes(op="get_attr"):
+            names[node] = f"{path}.{node.target}" if path else str(node.target)
+        for node in callers_in(module) if len(modules) > 1 else ():
             for placeholder, operand in _bindings(module, node):
                 if operand in names:
                     names.setdefault(placeholder, names[operand])
     return names
 
 
+def callers_in(module: GraphModule) -> list[Node]:
+    """The nodes that call a nested graph module, in order, by `call_module` or as an operand."""
+    graph, nested = module.graph, {path for path, _ in _graph_modules(module) if path}
+    held = [n for n in graph.find_nodes(op="get_attr") if n.target in nested] if nested else []
+    return sorted({*graph.find_nodes(op="call_module"), *(user for n in held for user in n.users)})
+
+
 def _bindings(module: GraphModule, node: Node) -> Iterator[tuple[Node, Node]]:
     """What a call of nested graphs binds to their placeholders: as far as we know every one takes its operands last."""
     operands: list[Node] = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
-    called = [n for n in (node, *operands) if n.op == ("call_module" if n is node else "get_attr")]
-    for nested in (_attribute(module, str(n.target)) for n in called):
-        if not isinstance(nested, GraphModule):
-            continue
+    for _, nested in called_by(module, node):
         placeholders = nested.graph.find_nodes(op="placeholder")
         if len(placeholders) <= len(operands):
             yield from zip(placeholders, operands[len(operands) - len(placeholders) :], strict=True)
+
+
+def called_by(module: GraphModule, node: Node) -> list[tuple[str, GraphModule]]:
+    """The nested graph modules that a node calls, by the name that its module gives them."""
+    called = [n for n in node.all_input_nodes if n.op == "get_attr"] if node.op != "call_module" else [node]
+    found = [(str(n.target), _attribute(module, str(n.target))) for n in called]
+    return [(name, nested) for name, nested in found if isinstance(nested, GraphModule)]
 
 
 def _attribute(module: torch.nn.Module, target: str) -> Any:

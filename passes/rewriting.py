@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from torch_batchnorm.decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
 from torch_batchnorm.passes.program import Draft, empty_val
-from torch_batchnorm.passes.site import NEUTRAL, ORIGIN, Site
+from torch_batchnorm.passes.site import NEUTRAL, ORIGIN, Site, note_of
 
 aten = torch.ops.aten
 
@@ -96,8 +96,8 @@ def _copied_out(site: Site, call: Node, index: int, role: str, place: Node) -> N
     with call.graph.inserting_before(site.node):
         grad = call.graph.call_function(operator.getitem, (call, index))
         copied = _call(call.graph, aten.copy_.default, (place, grad))
-    grad.meta = _carried(call, _empty_like(place))
-    copied.meta = _carried(call, _val(place))
+    grad.meta = carried(call, _empty_like(place))
+    copied.meta = carried(call, _val(place))
     for holder in site.outputs.get(role, ()):
         holder.replace_all_uses_with(copied)
         call.graph.erase_node(holder)
@@ -135,13 +135,13 @@ def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
             with call.graph.inserting_after(made):
                 held = [call.graph.call_function(operator.getitem, (made, index))]
             vals = made.meta.get("val")
-            held[0].meta = _carried(made, None if vals is None else vals[index])
+            held[0].meta = carried(made, None if vals is None else vals[index])
         reserve = held[0]
     else:
         with call.graph.inserting_before(call):
             reserve = _call(call.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
         val = _val(norm.input)
-        reserve.meta = _carried(call, None if val is None else draft.fake(val, 0, torch.uint8))
+        reserve.meta = carried(call, None if val is None else draft.fake(val, 0, torch.uint8))
     call.args = (*call.args[:-1], reserve)
 
 
@@ -180,10 +180,10 @@ def _become(node: Node, target: Callable[..., Any], args: tuple[Any, ...], val: 
     if node.kwargs:
         node.kwargs = {}
     if val is not None:
-        node.meta = _carried(node, val)
+        node.meta = carried(node, val)
 
 
-def _carried(node: Node, val: Any) -> dict[str, Any]:
+def carried(node: Node, val: Any) -> dict[str, Any]:
     """A node's metadata for a node that stands for it and has another value."""
     kept = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
     return kept if val is None else {**kept, "val": val}
@@ -209,10 +209,10 @@ def _fill(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
     size = channels
     if type(channels) is not int:
         size = _call(graph, aten.sym_size.int, (norm.input, 1))
-        size.meta = _carried(node, channels)
+        size.meta = carried(node, channels)
     make = (aten.new_zeros.default, aten.new_ones.default)[NEUTRAL[name]]
     filled = _call(graph, make, (like, [size]))
-    filled.meta = _carried(node, None if channels is None else _empty_like(like, (channels,)))
+    filled.meta = carried(node, None if channels is None else _empty_like(like, (channels,)))
     return filled
 
 
@@ -223,7 +223,7 @@ def _destinations(norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
     for role in absent:
         made[role] = _call(node.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
         val = _val(norm.input)
-        made[role].meta = _carried(node, None if val is None else empty_val(val, (0,), torch.uint8))
+        made[role].meta = carried(node, None if val is None else empty_val(val, (0,), torch.uint8))
     return {**norm.out, **made}
 
 
@@ -235,18 +235,22 @@ def _meta(
     known = dict(zip(site.form.roles, old if isinstance(old, tuple | list) else (old,), strict=False))
     vals: Any = None
     if known.get("out") is not None:
-        vals = tuple(_output_val(draft, known, spelled, target, role) for role in target.roles)
+        vals = tuple(output_val(draft, known, spelled, target, role) for role in target.roles)
     single = target.roles == OUT and vals is not None
-    meta = _carried(call if target.roles == OUT and call.meta else site.node, vals[0] if single else vals)
+    meta = carried(call if target.roles == OUT and call.meta else site.node, vals[0] if single else vals)
     if filled or "custom" in meta:
         custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != ORIGIN}
+        note = {key: value for key, value in note_of(site.node).items() if key not in ("form", "filled")}
         if filled and target.dialect is Dialect.FAMILY:
-            custom[ORIGIN] = {"form": site.form.name, "filled": list(filled)}
+            note |= {"form": site.form.name, "filled": list(filled)}
+        if note:
+            custom[ORIGIN] = note
         meta["custom"] = custom
     return meta
 
 
-def _output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: Form, role: str) -> torch.Tensor:
+def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: Form, role: str) -> torch.Tensor:
+    """The `val` of one output of the target, given those of the old call by role; "out" has to be there."""
     if role in known and (spelled.training or role == "out"):
         return known[role]  # type: ignore[no-any-return]
     out = known["out"]
@@ -271,7 +275,7 @@ def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
     var = norm.running_var
     with holder.graph.inserting_before(holder):
         shifted = _call(holder.graph, aten.add.Tensor, (var, norm.eps))
-    shifted.meta = _carried(holder, _empty_like(var))
+    shifted.meta = carried(holder, _empty_like(var))
     _become(holder, aten.rsqrt.default, (shifted,), _empty_like(var))
 
 
@@ -292,5 +296,5 @@ def _list_updates(draft: Draft, call: Node, norm: BatchNorm, target: Form) -> No
         with call.graph.inserting_after(after):
             after = call.graph.call_function(operator.getitem, (call, index))
         vals = call.meta.get("val")
-        after.meta = _carried(call, None if vals is None else _empty_like(statistic, (vals[0].shape[1],)))
+        after.meta = carried(call, None if vals is None else _empty_like(statistic, (vals[0].shape[1],)))
         draft.mutate(statistic, call, after)

@@ -12,11 +12,36 @@ from torch.fx import Graph, Node
 
 from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, form_of
 
-# Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated.
+# Under this key of node.meta["custom"] (which saving keeps) a site remembers what it was before it was consolidated
+# ("form", "filled"), before it was switched to eval ("train"), and whether it stays in eval ("frozen", "detached").
 ORIGIN = "torch_batchnorm"
 
 # What stands in for a missing tensor without changing a number.
 NEUTRAL = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
+
+
+def note_of(node: Node) -> dict[str, Any]:
+    """What a node remembers about itself; metadata is copied freely, so it is for the reader to judge."""
+    return (node.meta.get("custom") or {}).get(ORIGIN) or {}
+
+
+def write_note(node: Node, **changes: Any) -> None:
+    """Adds to what a node remembers; None makes it forget. Copies share metadata: nothing is changed in place."""
+    note = {key: value for key, value in {**note_of(node), **changes}.items() if value is not None}
+    custom = {key: value for key, value in (node.meta.get("custom") or {}).items() if key != ORIGIN}
+    if note:
+        custom[ORIGIN] = note
+    if custom:
+        node.meta["custom"] = custom
+    else:
+        node.meta.pop("custom", None)
+
+
+def forget(call: Node, *keys: str) -> None:
+    """Drops what a call remembers, and what loading made the reads of its outputs remember with it."""
+    readers = (user for user in call.users if user.target is operator.getitem and note_of(user))
+    for node in (call, *readers):
+        write_note(node, **dict.fromkeys(keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +84,18 @@ def find_sites(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
     Costs a side-table look-up for each form and a sort of what is found, whatever the size of the graph.
     """
     for path, graph in graphs:
-        found = [node for target in BY_TARGET for node in graph.find_nodes(op="call_function", target=target)]
-        for node in sorted(found):
+        for node in sorted(find_nodes([(path, graph)])):
             yield read_site(node, path)
+
+
+def find_nodes(graphs: Iterable[tuple[str, Graph]]) -> list[Node]:
+    """The calls of every batch norm of the graphs, unread and in no order."""
+    return [
+        node
+        for _, graph in graphs
+        for target in BY_TARGET
+        for node in graph.find_nodes(op="call_function", target=target)
+    ]
 
 
 def find_gradients(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
@@ -92,7 +126,7 @@ def read_gradient(node: Node, path: str = "") -> Site:
 
 def _filled(node: Node) -> list[str]:
     """What the call's note says was filled in."""
-    return ((node.meta.get("custom") or {}).get(ORIGIN) or {}).get("filled") or []
+    return note_of(node).get("filled") or []
 
 
 def read_site(node: Node, path: str = "") -> Site:
@@ -113,6 +147,8 @@ def _as_it_was(node: Node, form: Form, norm: BatchNorm) -> BatchNorm:
     family, and only for an operand that is the constant that was filled in.
     """
     noted = _filled(node) if form.dialect is Dialect.FAMILY else ()
+    if not noted:
+        return norm
     absent: dict[str, Any] = dict.fromkeys(f for f in noted if is_fill(getattr(norm, f), NEUTRAL[f]))
     return replace(norm, **absent)
 

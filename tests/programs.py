@@ -168,6 +168,27 @@ def structure(program) -> list:
     return shown + ([] if signature is None else [(s.kind, s.target) for s in signature.output_specs])
 
 
+TRACED = {
+    "original_aten",
+    "seq_nr",
+    "tensor_meta",
+    "desc",
+}  # tracing's own notes, which torch drops as well when it saves
+
+
+def nodes(program):
+    """Everything of a program that a round trip has to bring back."""
+    top = program.graph_module if isinstance(program, ExportedProgram) else program
+    keys = ("val", "custom", "stack_trace", "torch_fn", "nn_module_stack")
+    found = [
+        (path, n.format_node(), sorted(set(n.meta) - TRACED), *(str(n.meta.get(key)) for key in keys))
+        for path, module in top.named_modules()
+        if isinstance(module, GraphModule)
+        for n in module.graph.nodes
+    ]
+    return [*found, str(getattr(program, "graph_signature", ""))]
+
+
 def fingerprint(program) -> str:
     """Everything a pass might have touched in its input: graphs, metadata keys and signature, as text."""
     top = program.graph_module if isinstance(program, ExportedProgram) else program

@@ -4,12 +4,15 @@ import json
 import os
 import zipfile
 
+import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from programs import Op, claim_aten, export, legacy_left, native, same, step, writes_to_a_view
+from programs import Op, claim_aten, export, legacy_left, native, nodes, same, step, writes_to_a_view
+from torch_batchnorm import inspect
 from torch_batchnorm.cli import app
 
 X = torch.randn(2, 3, 4, 4)
@@ -64,6 +67,78 @@ def test_legalize_and_back_and_the_difference(run, model, tmp_path):
     assert (alike.exit_code, "1 sites, 0 different" in alike.stdout) == (0, True)
     assert (unlike.exit_code, "1 sites, 1 different" in unlike.stdout, "form" in unlike.stdout) == (1, True, True)
     assert same(step(torch.export.load(core).module(), X), step(torch.export.load(model).module(), X))
+
+
+def test_mode_to_eval_and_back(run, model, tmp_path):
+    evaluates, trains = tmp_path / "eval.pt2", tmp_path / "train.pt2"
+    assert run("mode", model, "--to", "eval", "-o", evaluates, "--strict").exit_code == 0
+    result = run("mode", evaluates, "--to", "train", "-o", trains, "--report")
+    assert (result.exit_code, "aten.batch_norm.default (train)" in result.stdout) == (0, True)
+    assert nodes(torch.export.load(trains)) == nodes(torch.export.load(model))
+    wrong = run("mode", model, "--to", "test", "-o", tmp_path / "out.pt2")
+    assert (wrong.exit_code, "found mode 'test', expected one of eval, train" in wrong.stderr) == (2, True)
+
+
+def test_freeze_and_unfreeze(run, model, tmp_path):
+    frozen, back = tmp_path / "frozen.pt2", tmp_path / "back.pt2"
+    assert run("freeze", model, "-m", "1", "--affine", "-o", frozen).exit_code == 0
+    assert [e.mode for e in inspect(torch.export.load(frozen)).entries] == ["eval"]
+    assert run("unfreeze", frozen, "--modules", "*", "-o", back).exit_code == 0
+    assert nodes(torch.export.load(back)) == nodes(torch.export.load(model))
+    wrong = run("freeze", model, "-m", "bn", "-o", tmp_path / "out.pt2")
+    assert (wrong.exit_code, "found modules='bn', which matches no batch norm" in wrong.stderr) == (2, True)
+
+
+def _inputs(folder, suffix):
+    file, data = folder / f"inputs{suffix}", torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    if suffix == ".npz":
+        numpy.savez(file, input=data.numpy())
+    elif suffix == ".safetensors":
+        save_file({"input": data}, file)
+    else:
+        torch.save([(part,) for part in data.split(2)], file)
+    return file, data
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".npz", ".safetensors"])
+def test_recalibrate_from_a_file(run, model, tmp_path, suffix):
+    file, data = _inputs(tmp_path, suffix)
+    options = () if suffix == ".pt" else ("--batch-size", 2)
+    result = run("recalibrate", model, "--data", file, *options, "-o", tmp_path / "out.pt2", "--report")
+    assert result.exit_code == 0, result.output
+    assert "statistics of 128 values a channel" in result.stdout
+    found = torch.export.load(tmp_path / "out.pt2")
+    with torch.no_grad():
+        flat = nn.functional.conv2d(data, *[found.state_dict[k] for k in ("0.weight", "0.bias")]).transpose(0, 1)
+    assert torch.allclose(found.state_dict["1.running_mean"], flat.flatten(1).mean(1), atol=1e-6)
+    assert torch.allclose(found.state_dict["1.running_var"], flat.flatten(1).var(1), rtol=1e-5)
+
+
+BAD_INPUTS = {
+    "missing": (lambda folder: folder / "none.pt", (), "found no file, expected one of inputs"),
+    "another suffix": (lambda folder: _written(folder / "a.csv"), (), "found .csv, expected .pt, .npz, .safetensors"),
+    "not what it says": (lambda folder: _written(folder / "a.npz"), (), "cannot be read as inputs"),
+    "another shape": (lambda folder: _inputs(folder, ".npz")[0], (), "batch 1: found one that the program does not"),
+    "not to split": (lambda folder: _scalar(folder), ("--batch-size", 2), "expected tensors of one length to split"),
+}
+
+
+def _written(file):
+    file.write_text("not a tensor")
+    return file
+
+
+def _scalar(folder):
+    torch.save(torch.tensor(1.0), folder / "scalar.pt")
+    return folder / "scalar.pt"
+
+
+@pytest.mark.parametrize("kind", BAD_INPUTS)
+def test_bad_inputs_are_one_clear_line(run, model, tmp_path, kind):
+    make, options, message = BAD_INPUTS[kind]
+    result = run("recalibrate", model, "--data", make(tmp_path), *options, "-o", tmp_path / "out.pt2")
+    assert (result.exit_code, message in result.stderr, (tmp_path / "out.pt2").exists()) == (2, True, False)
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_diff_shows_what_is_only_on_one_side(run, model, tmp_path):
@@ -237,7 +312,10 @@ def test_a_failing_save_leaves_the_old_output(run, model, tmp_path, monkeypatch)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt2", "out.pt2"]
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help"), ("consolidate", "--help")], ids=" ".join)
+COMMANDS = ("inspect", "consolidate", "legalize", "mode", "freeze", "unfreeze", "recalibrate", "diff")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), *((command, "--help") for command in COMMANDS)], ids=" ".join)
 def test_help_has_an_example(run, arguments):
     result = run(*arguments)
     assert result.exit_code == 0

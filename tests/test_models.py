@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import torch_batchnorm as tbn
-from programs import consolidated, export, legacy_left, same, saved_and_loaded, step
+from programs import consolidated, export, legacy_left, nodes, same, saved_and_loaded, step
 
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
 DENSENET = {"in_channels": 1, "out_channels": 3, "init_features": 8, "growth_rate": 4}
@@ -174,6 +174,29 @@ def test_every_batch_norm_of_a_model_is_rewritten_to_the_bit(name, training):
         assert outputs
         assert all(t.isfinite().all() for t in outputs)
         assert same(_statistics(state), _statistics(program.state_dict)) is not training
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_to_eval_and_back(name):
+    """To eval: the eager model in eval, to the bit. Back to train: the graph that it was."""
+    module, x = _built(name, True)
+    program = export(module, x)
+    found = tbn.SwitchMode("eval")(program)
+    assert (found.modified, found.declined, tbn.verify(found.program)) == (True, (), ())
+    with torch.no_grad():
+        assert same(_tensors(found.program.module()(x)), _tensors(module.eval()(x)))
+    assert nodes(tbn.switch_mode(found.program, "train")) == nodes(program)
+    decomposed = program.run_decompositions()
+    found = tbn.SwitchMode("eval")(decomposed)
+    assert (found.modified, found.declined, tbn.verify(found.program)) == (True, (), ())
+    with torch.no_grad():  # decomposing changes the rounding of other ops, in eval as it does here
+        want = export(module, x).run_decompositions().module()
+        assert same(_tensors(found.program.module()(x)), _tensors(want(x)))
+    assert nodes(tbn.switch_mode(found.program, "train")) == nodes(decomposed)
+
+
+def _tensors(outputs):
+    return [t for t in torch.utils._pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
 
 
 def test_a_decomposed_resnet_50_trains_again_as_the_eager_model_does():

@@ -5,7 +5,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from programs import Op, claim_aten, consolidated, export, native
-from torch_batchnorm import render
+from torch_batchnorm import SwitchMode, freeze, render
 
 
 class ConvBnRelu(nn.Module):
@@ -284,6 +284,94 @@ getitem_2: f32[3] = getitem(_batch_norm_with_update_functional, 2)
 return (getitem_3, getitem_4, getitem)
 getitem_3 -> USER_INPUT_MUTATION mean
 getitem_4 -> USER_INPUT_MUTATION var""",
+    )
+
+
+def test_training_program_to_eval():
+    program = SwitchMode("eval")(export(nn.Sequential(ConvBnRelu(eps=1e-3), nn.Dropout()), X)).program
+    assert_expected_inline(
+        render(program),
+        """\
+p_0_conv_weight: f32[4, 3, 3, 3] = placeholder
+p_0_bn_weight: f32[4] = placeholder
+p_0_bn_bias: f32[4] = placeholder
+b_0_bn_running_mean: f32[4] = placeholder
+b_0_bn_running_var: f32[4] = placeholder
+b_0_bn_num_batches_tracked: i64[] = placeholder
+input: f32[2, 3, 6, 6] = placeholder
+conv2d: f32[2, 4, 4, 4] = aten.conv2d.default(input, p_0_conv_weight)
+batch_norm: f32[2, 4, 4, 4] = aten.batch_norm.default(conv2d, p_0_bn_weight, p_0_bn_bias, b_0_bn_running_mean, b_0_bn_running_var, False, 0.1, 0.001, False)
+relu: f32[2, 4, 4, 4] = aten.relu.default(batch_norm)
+dropout: f32[2, 4, 4, 4] = aten.dropout.default(relu, 0.5, False)
+return (dropout)""",
+    )
+
+
+def test_aten_dialect_to_eval():
+    program = export(nn.Sequential(ConvBnRelu(), nn.Dropout()), X).run_decompositions()
+    assert_expected_inline(
+        render(SwitchMode("eval")(program).program),
+        """\
+p_0_conv_weight: f32[4, 3, 3, 3] = placeholder
+p_0_bn_weight: f32[4] = placeholder
+p_0_bn_bias: f32[4] = placeholder
+b_0_bn_running_mean: f32[4] = placeholder
+b_0_bn_running_var: f32[4] = placeholder
+b_0_bn_num_batches_tracked: i64[] = placeholder
+input: f32[2, 3, 6, 6] = placeholder
+convolution: f32[2, 4, 4, 4] = aten.convolution.default(input, p_0_conv_weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+_native_batch_norm_legit_functional: (f32[2, 4, 4, 4], f32[0], f32[0]) = aten._native_batch_norm_legit_no_training.default(convolution, p_0_bn_weight, p_0_bn_bias, b_0_bn_running_mean, b_0_bn_running_var, 0.1, 1e-05)
+getitem: f32[2, 4, 4, 4] = getitem(_native_batch_norm_legit_functional, 0)
+relu: f32[2, 4, 4, 4] = aten.relu.default(getitem)
+native_dropout: (f32[2, 4, 4, 4], b8[2, 4, 4, 4]) = aten.native_dropout.default(relu, 0.5, False)
+getitem_5: f32[2, 4, 4, 4] = getitem(native_dropout, 0)
+return (getitem_5)""",
+    )
+
+
+def test_eval_export_to_train_in_the_aten_dialect():
+    program = export(ConvBnRelu().eval(), X).run_decompositions()
+    assert_expected_inline(
+        render(SwitchMode("train")(program).program),
+        """\
+p_conv_weight: f32[4, 3, 3, 3] = placeholder
+p_bn_weight: f32[4] = placeholder
+p_bn_bias: f32[4] = placeholder
+b_bn_running_mean: f32[4] = placeholder
+b_bn_running_var: f32[4] = placeholder
+b_bn_num_batches_tracked: i64[] = placeholder
+input: f32[2, 3, 6, 6] = placeholder
+convolution: f32[2, 4, 4, 4] = aten.convolution.default(input, p_conv_weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+add: i64[] = aten.add.Tensor(b_bn_num_batches_tracked, 1)
+_native_batch_norm_legit_no_training: (f32[2, 4, 4, 4], f32[4], f32[4], f32[4], f32[4]) = aten._native_batch_norm_legit_functional.default(convolution, p_bn_weight, p_bn_bias, b_bn_running_mean, b_bn_running_var, True, 0.1, 1e-05)
+getitem: f32[2, 4, 4, 4] = getitem(_native_batch_norm_legit_no_training, 0)
+getitem_1: f32[4] = getitem(_native_batch_norm_legit_no_training, 3)
+getitem_2: f32[4] = getitem(_native_batch_norm_legit_no_training, 4)
+relu: f32[2, 4, 4, 4] = aten.relu.default(getitem)
+return (getitem_1, getitem_2, add, relu)
+getitem_1 -> BUFFER_MUTATION bn.running_mean
+getitem_2 -> BUFFER_MUTATION bn.running_var
+add -> BUFFER_MUTATION bn.num_batches_tracked""",
+    )
+
+
+def test_frozen_with_its_weights():
+    assert_expected_inline(
+        render(freeze(export(ConvBnRelu(), X), affine=True)),
+        """\
+p_conv_weight: f32[4, 3, 3, 3] = placeholder
+p_bn_weight: f32[4] = placeholder
+p_bn_bias: f32[4] = placeholder
+b_bn_running_mean: f32[4] = placeholder
+b_bn_running_var: f32[4] = placeholder
+b_bn_num_batches_tracked: i64[] = placeholder
+input: f32[2, 3, 6, 6] = placeholder
+conv2d: f32[2, 4, 4, 4] = aten.conv2d.default(input, p_conv_weight)
+detach: f32[4] = aten.detach.default(p_bn_weight)
+detach_1: f32[4] = aten.detach.default(p_bn_bias)
+batch_norm: f32[2, 4, 4, 4] = aten.batch_norm.default(conv2d, detach, detach_1, b_bn_running_mean, b_bn_running_var, False, 0.1, 1e-05, False)
+relu: f32[2, 4, 4, 4] = aten.relu.default(batch_norm)
+return (relu)""",
     )
 
 

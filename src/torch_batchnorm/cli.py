@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from torch_batchnorm.errors import BatchNormError
-from torch_batchnorm.files import check_output, load, save
+from torch_batchnorm.files import check_output, load, load_batches, save
 from torch_batchnorm.passes.consolidation import Consolidate
+from torch_batchnorm.passes.freezing import Freeze, Unfreeze
 from torch_batchnorm.passes.legalization import TARGETS, Legalize
+from torch_batchnorm.passes.mode import SwitchMode
 from torch_batchnorm.passes.program import Program, Result
+from torch_batchnorm.passes.recalibration import Recalibrate
 from torch_batchnorm.render import result_tables
 from torch_batchnorm.report import diff, inspect
 
@@ -41,9 +44,11 @@ def _out() -> Console:
 
 @contextmanager
 def _step(doing: str) -> Iterator[None]:
-    """Shows what is being done; a mistake of the user's ends the program with one line and exit code 2."""
+    """Shows what is being done, if anything is said; a mistake of the user's ends the program with one line and exit
+    code 2.
+    """
     try:
-        with _progress.status(escape(doing)):
+        with _progress.status(escape(doing)) if doing else nullcontext():
             yield
     except BatchNormError as error:
         typer.echo(f"torch-batchnorm: {error}", err=True)
@@ -127,6 +132,69 @@ def _legalize(
 ) -> None:
     """Rewrite every batch norm as one consumer takes it."""
     _rewrite(source, output, report, strict, f"Legalizing to {to}", Legalize(to, cudnn_enabled))
+
+
+@app.command("mode", epilog="Example: torch-batchnorm mode model.pt2 --to eval -o eval.pt2")
+def _mode(
+    source: Source,
+    output: Output,
+    to: Annotated[str, typer.Option(help="eval or train.")],
+    dropout: Annotated[bool, typer.Option(help="Switch dropout and the like too.")] = True,
+    include_frozen: Annotated[bool, typer.Option("--include-frozen", help="To train also what is frozen.")] = False,
+    report: ShowReport = False,
+    strict: Strict = False,
+) -> None:
+    """Switch every batch norm and dropout to eval or to training, exactly."""
+    _rewrite(source, output, report, strict, f"Switching to {to}", SwitchMode(to, dropout, include_frozen))
+
+
+Modules = Annotated[
+    list[str], typer.Option("--modules", "-m", help="A glob on module paths, '*' is any text; may be repeated.")
+]
+
+
+@app.command("freeze", epilog="Example: torch-batchnorm freeze model.pt2 --modules 'backbone.*' -o frozen.pt2")
+def _freeze(
+    source: Source,
+    output: Output,
+    modules: Modules,
+    affine: Annotated[bool, typer.Option("--affine", help="Also stop the gradients of weight and bias.")] = False,
+    report: ShowReport = False,
+    strict: Strict = False,
+) -> None:
+    """Keep chosen batch norms on their running statistics, in training too."""
+    _rewrite(source, output, report, strict, "Freezing", Freeze(modules, affine))
+
+
+@app.command("unfreeze", epilog="Example: torch-batchnorm unfreeze frozen.pt2 --modules 'backbone.*' -o model.pt2")
+def _unfreeze(
+    source: Source, output: Output, modules: Modules, report: ShowReport = False, strict: Strict = False
+) -> None:
+    """Let chosen batch norms follow the program's mode again."""
+    _rewrite(source, output, report, strict, "Unfreezing", Unfreeze(modules))
+
+
+@app.command("recalibrate", epilog="Example: torch-batchnorm recalibrate model.pt2 --data inputs.npz -o precise.pt2")
+def _recalibrate(
+    source: Source,
+    output: Output,
+    data: Annotated[Path, typer.Option(help="Inputs by name: a .pt, .npz or .safetensors file.")],
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Split the inputs along their first dimension.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Move the statistics by each batch, as training does.")] = None,
+    method: Annotated[
+        str, typer.Option(help="pooled: all values alike; cumulative: the mean of the batches' own statistics.")
+    ] = "pooled",
+    report: ShowReport = False,
+    strict: Strict = False,
+) -> None:
+    """Estimate the running statistics anew over a file of inputs."""
+    with _step(f"Loading {data}"):
+        batches = load_batches(data, batch_size)
+
+    def run(program: Program) -> Result:
+        return Recalibrate(momentum, method)(program, batches)
+
+    _rewrite(source, output, report, strict, "", run)
 
 
 @app.command("diff", epilog="Example: torch-batchnorm diff model.pt2 consolidated.pt2")

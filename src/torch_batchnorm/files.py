@@ -1,4 +1,4 @@
-"""Reading and writing .pt2 files: every mistake is one clear error, and nothing is lost on the way."""
+"""Reading and writing .pt2 files, reading inputs: every mistake is one clear error, and nothing is lost on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torch_batchnorm.errors import InvalidOutput, InvalidProgram
+from torch_batchnorm.errors import InvalidChoice, InvalidOutput, InvalidProgram
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,66 @@ def load(path: Path) -> Loaded:
                 f"{path}: found an archive that torch.export.load cannot read ({type(error).__name__}: {said}), "
                 "expected a .pt2 file written by torch.export.save: export and save it again"
             ) from error
+
+
+def load_batches(path: Path, batch_size: int | None = None) -> list[Any]:
+    """The inputs of a program in a file: one batch, or several.
+
+    path: a .pt file of a tensor, a tuple of them, a dict by input name or a list of batches; a .npz or .safetensors
+    file, whose names are the inputs' (`arr_0`, ... go by position). batch_size: split every batch along its first
+    dimension.
+
+    Raises: InvalidChoice when the file cannot be read as that, or a batch cannot be split.
+    """
+    if not path.is_file():
+        raise InvalidChoice(f"{path}: found no file, expected one of inputs: .pt, .npz or .safetensors")
+    if path.suffix not in _READERS:
+        raise InvalidChoice(f"{path}: found {path.suffix or 'no suffix'}, expected {', '.join(_READERS)}")
+    try:
+        found = _READERS[path.suffix](path)
+    except ImportError as error:
+        raise InvalidChoice(f"{path}: found no {error.name}, which reads it: install it, or save a .pt") from error
+    except Exception as error:  # torch, numpy and safetensors each raise their own
+        said = (str(error).strip().splitlines() or ["no message"])[0][:200]
+        raise InvalidChoice(f"{path}: found a file that cannot be read as inputs ({said})") from error
+    batches = found if isinstance(found, list) else [found]
+    if batch_size is None:
+        return batches
+    return [part for batch in batches for part in _split(batch, batch_size, path)]
+
+
+def _read_npz(path: Path) -> Any:
+    import numpy
+
+    with numpy.load(path) as archive:
+        tensors = {name: torch.from_numpy(archive[name]) for name in archive.files}
+    unnamed = all(re.fullmatch(r"arr_\d+", name) for name in tensors)
+    return tuple(tensors.values()) if unnamed else tensors
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".pt": lambda path: torch.load(path, weights_only=True, map_location="cpu"),
+    ".npz": _read_npz,
+    ".safetensors": _read_safetensors,
+}
+
+
+def _split(batch: Any, size: int, path: Path) -> list[Any]:
+    """A batch as batches of this size along the first dimension of each tensor; the last one may be smaller."""
+    leaves, spec = tree_flatten(batch)
+    lengths = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if len(lengths) != 1 or not all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in leaves) or size < 1:
+        found = f"lengths {sorted(lengths)}" if lengths else "no tensor to split"
+        raise InvalidChoice(f"{path}: found {found}, expected tensors of one length to split into batches of {size}")
+    (length,) = lengths
+    starts = range(0, length, size)
+    return [tree_unflatten([leaf[start : start + size] for leaf in leaves], spec) for start in starts]
 
 
 def check_output(source: Path, path: Path) -> None:

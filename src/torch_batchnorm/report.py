@@ -210,7 +210,9 @@ def _entry(site: Site, names: dict[Node, str], state: set[str]) -> Entry:
         shaped = {"input": type_of(val), "channels": channels, "rank": val.ndim, "dtype": dtype}
         shaped["device"] = str(val.device)
     fields = ("weight", "bias", "running_mean", "running_var")
-    tensors = {f: None if (t := getattr(norm, f)) is None else names.get(t, t.name) for f in fields}
+    tensors: dict[str, Any] = {
+        f: None if (t := _attached(getattr(norm, f))) is None else names.get(t, t.name) for f in fields
+    }
     counter = f"{str(tensors['running_mean']).rpartition('.')[0]}.num_batches_tracked".removeprefix(".")
     return Entry(
         node,
@@ -229,6 +231,12 @@ def _entry(site: Site, names: dict[Node, str], state: set[str]) -> Entry:
         consumers=tuple(_called(user) for holder in site.outputs.get("out", ()) for user in holder.users),
         problem=site.problem,
     )
+
+
+def _attached(tensor: Node | None) -> Node | None:
+    """A weight or bias, also when freezing cut it off from its gradient."""
+    detached = tensor is not None and tensor.target is torch.ops.aten.detach.default
+    return tensor.all_input_nodes[0] if tensor is not None and detached else tensor
 
 
 def _called(node: Node) -> str:
