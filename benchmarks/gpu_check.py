@@ -3,7 +3,9 @@
 For float32, bfloat16 and float16, NCHW and NHWC, train and eval, over the batch norms of a ResNet-50: which kernels run
 by the profiler's names, against `explain_backend`; the error of native and cuDNN against float64, and their times.
 Then a program exported on the CPU and moved to CUDA: outputs, statistics and gradients of one step against the eager
-cuDNN model, consolidated and not. Without a GPU it says so, checks on the CPU what can be checked there, and exits 0.
+cuDNN model, consolidated and not. Then twenty steps of a ResNet-50, eager, under Inductor and with its batch norms
+kept: the losses, how far each is from eager, and the times. Without a GPU it says so, checks on the CPU what can be
+checked there, and exits 0.
 
 Usage: python benchmarks/gpu_check.py [--out FILE]. Exit code 1 when something that has to hold does not.
 """
@@ -141,6 +143,42 @@ def moved(device: str) -> tuple[dict[str, Any], list[str]]:
     return found, wrong
 
 
+# What a model is compiled with; None: not at all.
+WAYS: dict[str, dict[str, Any] | None] = {"eager": None, "inductor": {}, "kept": tbn.inductor_options("train")}
+
+
+def resnet50() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    class Logits(ResNetForImageClassification):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).logits  # type: ignore[no-any-return]
+
+    return Logits(ResNetConfig())
+
+
+def curves(make: Callable[[], nn.Module], x: Tensor, steps: int = 20) -> dict[str, Any]:
+    """Losses and seconds a step of each way to train one model on one batch, and the largest distance from eager."""
+    found: dict[str, Any] = {}
+    for way, options in WAYS.items():
+        torch.manual_seed(0)
+        model = make().to(x.device)
+        run = model if options is None else torch.compile(model, options=options or None)
+        optimizer, losses, times = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), [], []
+        for _ in range(steps):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(run(x).flatten(1), torch.arange(len(x), device=x.device) % 2)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())  # which waits for the device
+            times.append(time.perf_counter() - start)
+        far = max(abs(a - b) for a, b in zip(losses, found.get("eager", {"losses": losses})["losses"], strict=True))
+        found[way] = {"losses": losses, "far_from_eager": far, "seconds_a_step": statistics.median(times[steps // 4 :])}
+        torch._dynamo.reset()
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
@@ -156,6 +194,8 @@ def main() -> int:
         with console.status("kernels, errors and times"):
             report["sites"], more = sites(chosen.batch)
         wrong += more
+        with console.status("twenty steps of a ResNet-50"):
+            report["curves"] = curves(resnet50, torch.randn(chosen.batch, 3, 224, 224, device="cuda"))
     else:
         report["note"] = "no GPU here: only a program that stays on the CPU was compared"
     report |= {"wrong": wrong, "seconds": round(time.perf_counter() - started, 1)}

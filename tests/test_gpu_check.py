@@ -39,3 +39,10 @@ def test_its_formula_and_calls_agree(layout, training, dtype):
     assert error < {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
     expected = "cudnn" if dtype is not torch.bfloat16 else "native"
     assert tbn.explain_backend(*given, training, 1e-5, device="cuda").backend.value == expected
+
+
+def test_its_loss_curves_start_alike_and_are_timed():
+    found = gpu_check.curves(gpu_check.Net, torch.randn(4, 16, 6, 6), steps=3)
+    assert list(found) == ["eager", "inductor", "kept"]
+    assert found["eager"]["far_from_eager"] == 0
+    assert all(way["far_from_eager"] < 1e-4 and way["seconds_a_step"] > 0 for way in found.values())
