@@ -17,12 +17,11 @@ Predicate = Callable[[BatchNorm], bool]
 
 
 def _auto(norm: BatchNorm) -> bool:
-    """In training, where a vendor's kernel runs in eager mode, and on CPU where the kernel was measured to win."""
+    """In training, where eager mode runs a vendor's kernel: losses drift apart without it (pytorch#187444)."""
     if not norm.training:
         return False
     tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    chosen = select_backend(*tensors, True, norm.eps)
-    return chosen in (Backend.CUDNN, Backend.MIOPEN, Backend.CPU)
+    return select_backend(*tensors, True, norm.eps) in (Backend.CUDNN, Backend.MIOPEN)
 
 
 # What `keep` may be called by: which of the sites are kept.
@@ -54,7 +53,7 @@ class InductorBatchNorm:
     keep: str | Predicate = "auto"
 
     def __post_init__(self) -> None:
-        if not callable(self.keep) and self.keep not in KEEP:
+        if not callable(self.keep) and not (isinstance(self.keep, str) and self.keep in KEEP):
             names = ", ".join(map(repr, KEEP))
             raise InvalidChoice(f"found keep={self.keep!r}, expected one of {names}, or a function of a BatchNorm")
 
@@ -79,8 +78,9 @@ def inductor_options(keep: str | Predicate = "auto", options: Mapping[str, Any] 
     """Returns options for `torch.compile` under which batch norms keep their kernel.
 
     keep: which ones, see `InductorBatchNorm`. "auto" keeps those in training for which eager mode runs a kernel of
-    cuDNN or MIOpen, or the CPU's; those in eval are left to Inductor, which fuses them. options: others, to add to.
-    `torch._inductor.config.patch` and the `inductor_configs` of `aoti_compile_and_package` take the result, too.
+    cuDNN or MIOpen. Those in eval are left to Inductor, which fuses them, and so are those on CPU: kept, they were
+    measured to be as fast in nets whose convolutions take the time, and slower in small or memory-bound ones. options:
+    others, to add to. `torch._inductor.config.patch` and the `inductor_configs` of `aoti_compile_and_package` take the result, too.
 
     The passes of others in the same hooks are kept, and run first. Only compilations with these options are affected.
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch import nn
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_batchnorm as tbn
 from programs import export
+from torch_batchnorm.decomps.forms import BatchNorm
+from torch_batchnorm.passes.inductor import KEEP
 
 FORWARD, EVAL, BACKWARD = (
     "aten._batch_norm_with_update_functional.default(",
@@ -85,7 +89,7 @@ KEPT = {
     "train in training": ("train", True, (1, 0, 1)),
     "train in eval": ("train", False, (0, 0, 0)),
     "never": ("never", True, (0, 0, 0)),
-    "auto in eval": ("auto", False, (0, 0, 0)),
+    "auto in training, on CPU": ("auto", True, (0, 0, 0)),
     "a predicate that says yes": (Wide(), True, (1, 0, 1)),
     "a predicate that says no": (lambda norm: norm.input.shape[0] > 4, True, (0, 0, 0)),
 }
@@ -97,6 +101,22 @@ def test_what_keep_keeps(keep, training, calls):
     found, code = _stepped(model, torch.compile(model, options=tbn.inductor_options(keep), fullgraph=True), X)
     assert _calls(code) == calls
     _close(found, _stepped(eager, eager, X)[0])
+
+
+# A batch norm on CUDA, and whether "auto" keeps it.
+AUTO = {
+    "cuDNN in training": ({}, True),
+    "cuDNN in eval": ({"training": False}, False),
+    "native in training, an eps below cuDNN's": ({"eps": 1e-6}, False),
+}
+
+
+@pytest.mark.parametrize(("changed", "kept"), AUTO.values(), ids=AUTO)
+def test_auto_keeps_what_a_vendor_s_kernel_runs(changed, kept):
+    with FakeTensorMode():
+        x, channels = torch.empty(2, 3, 4, 4, device="cuda"), torch.empty(3, device="cuda")
+    norm = BatchNorm(x, *[channels] * 4, training=True, momentum=0.1, eps=1e-5)
+    assert KEEP["auto"](replace(norm, **changed)) is kept
 
 
 def test_an_unknown_keep_is_one_clear_error():
@@ -128,7 +148,9 @@ def test_every_way_to_install(way):
             nullcontext(),
         ),
         "backend with a mode": lambda: (
-            torch.compile(model, backend="batchnorm_inductor", mode="max-autotune-no-cudagraphs"),
+            torch.compile(
+                model, backend="batchnorm_inductor", mode="max-autotune-no-cudagraphs", options={"keep": "train"}
+            ),
             nullcontext(),
         ),
         "config": lambda: (torch.compile(model), config.patch(options)),
