@@ -80,7 +80,8 @@ def inductor_options(keep: str | Predicate = "auto", options: Mapping[str, Any] 
     keep: which ones, see `InductorBatchNorm`. "auto" keeps those in training for which eager mode runs a kernel of
     cuDNN or MIOpen. Those in eval are left to Inductor, which fuses them, and so are those on CPU: kept, they were
     measured to be as fast in nets whose convolutions take the time, and slower in small or memory-bound ones. options:
-    others, to add to. `torch._inductor.config.patch` and the `inductor_configs` of `aoti_compile_and_package` take the result, too.
+    others, to add to. `torch._inductor.config.patch` takes the result too, and so do the `inductor_configs` of
+    `aoti_compile_and_package`.
 
     The passes of others in the same hooks are kept, and run first. Only compilations with these options are affected.
 
