@@ -12,7 +12,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
-from torch._inductor import config
+from torch._inductor import config, list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
@@ -137,28 +137,28 @@ def test_a_site_that_is_not_kept_is_what_stock_inductor_makes_of_it():
 # The ways in: every one keeps one site.
 
 
-@pytest.mark.parametrize("way", ["options", "backend", "backend with a mode", "config"])
+TRAIN = tbn.inductor_options("train")
+WAYS = {
+    "options": {"options": TRAIN},
+    "options of a mode": {"options": tbn.inductor_options("train", list_mode_options("max-autotune-no-cudagraphs"))},
+    "backend": {"backend": "batchnorm_inductor", "options": {"keep": "train"}},
+    "config": {},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_install(way):
     model, eager = _net(), _net()
-    options = tbn.inductor_options("train")
-    compiled, block = {
-        "options": lambda: (torch.compile(model, options=options), nullcontext()),
-        "backend": lambda: (
-            torch.compile(model, backend="batchnorm_inductor", options={"keep": "train"}),
-            nullcontext(),
-        ),
-        "backend with a mode": lambda: (
-            torch.compile(
-                model, backend="batchnorm_inductor", mode="max-autotune-no-cudagraphs", options={"keep": "train"}
-            ),
-            nullcontext(),
-        ),
-        "config": lambda: (torch.compile(model), config.patch(options)),
-    }[way]()
-    with block:
-        found, code = _stepped(model, compiled, X)
+    with config.patch(TRAIN) if way == "config" else nullcontext():
+        found, code = _stepped(model, torch.compile(model, **WAYS[way]), X)
     assert _calls(code) == (1, 0, 1)
     _close(found, _stepped(eager, eager, X)[0])
+
+
+def test_the_backend_takes_a_mode_too():
+    model, eager = _net(), _net()
+    compiled = torch.compile(model, backend="batchnorm_inductor", mode="max-autotune-no-cudagraphs")
+    _close(_stepped(model, compiled, X)[0], _stepped(eager, eager, X)[0])
 
 
 @pytest.mark.parametrize("training", [False, True], ids=("eval", "train"))
