@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections import defaultdict
 from functools import cached_property
 from typing import Any
@@ -144,7 +145,7 @@ class Counters:
         name = self.of(site)
         if name is None:
             return
-        note = note or {}
+        note = self._of_this_dialect(note or {})
         found = self._place(site, name)
         if found is None:
             return
@@ -165,6 +166,24 @@ class Counters:
         self.draft.mutate(value, add, add)
         self.adds[name].append(add)
         self.removals.put_copies(note.get("copies") or [], root_of(counter), add)
+
+    def _of_this_dialect(self, note: dict[str, Any]) -> dict[str, Any]:
+        """The note of an add, unless the program's dialect changed since: then it is written as this one has it."""
+        in_place = note.get("op") == str(aten.add_.Tensor)
+        exported = isinstance(self.draft.program, ExportedProgram) and "op" in note and "copies" not in note
+        return {} if exported and in_place is self.draft.functional else note
+
+    def ambiguous(self, site: Site) -> str:
+        """Why it cannot be told which counter a site adds to, empty when it can: statistics and module agree."""
+        tensors = (site.norm.running_mean, site.norm.running_var)
+        named = [self.names[site.path].get(root_of(t).name, "") for t in tensors]
+        called = re.sub(r"@\d+$", "", site.module)  # a second call of a module
+        owners = {name.rpartition(".")[0] for name in named if name} | ({called} if called else set())
+        counters = {owner: self.state.get(f"{owner}.{COUNTER}" if owner else COUNTER) for owner in sorted(owners)}
+        known = {owner: counter for owner, counter in counters.items() if counter is not None}
+        if len({counter.data_ptr() for counter in known.values()}) < 2:
+            return ""
+        return f"its statistics are shared by {', '.join(known)}: whose counter it adds to is not known"
 
     def _restored_one(self, note: dict[str, Any], site: Site) -> Node | int:
         constant, graph = note.get("constant"), self.draft.graphs[0][1]

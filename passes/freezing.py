@@ -142,6 +142,8 @@ def chosen_sites(program: Program, modules: str | Sequence[str]) -> set[str]:
 
     Raises: InvalidChoice when a glob matches none.
     """
+    if not isinstance(modules, Iterable) or not all(isinstance(glob, str) for glob in modules):
+        raise InvalidChoice(f"found modules={modules!r}, expected a glob of module paths, or several")
     globs = [modules] if isinstance(modules, str) else list(modules)
     outside = state_names(program)
     paths = {s.name: _paths(s, outside) for s in find_sites(graphs_of(program)) if _tracks(s)}

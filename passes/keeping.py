@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -38,7 +38,8 @@ class MarkKept(CustomGraphPass):
     chosen: Callable[[BatchNorm], bool]
 
     def __call__(self, graph: Graph) -> None:
-        for site in list(_sites(graph)):
+        for node in _nodes(graph):
+            site = _called(node) if node.target in _CALLED else read_site(node)  # as earlier ones left it
             reason = site.problem or _obstacle(site)
             if not reason and not self.chosen(_values(site.norm)):
                 reason = f"as keep={self.keep!r} says"
@@ -84,11 +85,10 @@ _FUNCTION = signature(torch.nn.functional.batch_norm)
 _CALLED = (torch.nn.functional.batch_norm, torch.batch_norm)
 
 
-def _sites(graph: Graph) -> Iterator[Site]:
-    """Every batch norm, those that only Python knows by name too."""
-    for target in (*_CALLED, *BY_TARGET):
-        for node in graph.find_nodes(op="call_function", target=target):
-            yield _called(node) if target in _CALLED else read_site(node)
+def _nodes(graph: Graph) -> list[Node]:
+    """The call of every batch norm, those that only Python knows by name too."""
+    targets = (*_CALLED, *BY_TARGET)
+    return [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
 
 
 def _called(node: Node) -> Site:

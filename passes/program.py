@@ -429,12 +429,14 @@ def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bo
     """The program with other values for some of its buffers, by name: written into them, or in a copy that shares the
     rest.
     """
+    held = _held(program)
     if inplace:
-        held = _held(program)
         with torch.no_grad():
             for name, value in tensors.items():
                 held[name].copy_(value)
         return program
+    tied = {id(held[name]): value for name, value in tensors.items()}
+    tensors = {name: tied[id(tensor)] for name, tensor in held.items() if id(tensor) in tied}
     made = Draft(program).build()
     if isinstance(made, ExportedProgram):
         for name, value in tensors.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +115,10 @@ class Recalibrate:
         """
         self._check()
         top_module(program)
+        if not isinstance(batches, Iterable) or isinstance(batches, str):
+            raise InvalidChoice(
+                f"found {type(batches).__name__} as batches, expected an iterable of them, such as a list"
+            )
         module: Any = program.module() if isinstance(program, ExportedProgram) else program
         tallies, declined, measuring = self._measuring(module)
         if not tallies:
@@ -126,6 +132,9 @@ class Recalibrate:
         if not ran:
             raise InvalidChoice("found no batch, expected at least one: is the iterable used up?")
         tensors: dict[str, torch.Tensor] = {}
+        for names in [names for names, tally in tallies.items() if not tally.count]:
+            reason = "no batch reached it"
+            declined += [Declined(s.name, s.module, s.form.name, reason) for s in tallies.pop(names).sites]
         for names, tally in tallies.items():
             tensors |= self._estimated(names, tally, state)
         changed = any(not torch.equal(state[name].to(t.device), t) for name, t in tensors.items())
@@ -150,7 +159,7 @@ class Recalibrate:
         trains = is_training(sites, find_random(draft.graphs))
         tallies: dict[tuple[str, str], Tally] = {}
         declined = []
-        for site in sites:
+        for site in sites:  # all of them before the first one changes: a second call's statistics are the first one's
             norm, note = site.norm, note_of(site.node)
             if norm is None or norm.running_mean is None:
                 continue
@@ -163,7 +172,13 @@ class Recalibrate:
                 continue
             tally = tallies.setdefault((key[0], key[1]), Tally())
             tally.sites.append(site)
-            site.node.target = _recorder(site.form, tally, self.momentum)
+        shared = Counter(name for key in tallies for name in key)
+        for key in [key for key in tallies if any(shared[name] > 1 for name in key)]:
+            reason = f"it shares one of {', '.join(key)} with a batch norm that does not share the other"
+            declined += [Declined(s.name, s.module, s.form.name, reason) for s in tallies.pop(key).sites]
+        for tally in tallies.values():
+            for site in tally.sites:
+                site.node.target = _recorder(site.form, tally, self.momentum)
         return tallies, declined, draft.build()  # type: ignore[return-value]
 
     def _shown(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -224,7 +239,10 @@ def _recorder(form: Form, tally: Tally, momentum: float | None) -> Callable[...,
         norm: BatchNorm = form.read(args, kwargs)
         tally.add(norm.input, (norm.running_mean, norm.running_var), momentum)
         tensors = (norm.input, norm.weight, norm.bias, norm.running_mean.clone(), norm.running_var.clone())
-        out, mean, invstd = aten.native_batch_norm(*tensors, True, 0.0, norm.eps)
+        if norm.input.numel():
+            out, mean, invstd = aten.native_batch_norm(*tensors, True, 0.0, norm.eps)
+        else:  # which says nothing, and the kernel refuses
+            out, mean, invstd = norm.input.clone(), norm.running_mean.clone(), norm.running_var.clone()
         made = {"out": out, "save_mean": mean, "save_invstd": invstd, "impl_index": 0}
         made |= {"new_running_mean": norm.running_mean, "new_running_var": norm.running_var}
         made["reserve"] = out.new_empty(0, dtype=torch.uint8)
@@ -241,8 +259,8 @@ def _run(
     """Runs one batch on state of its own, so that nothing the program writes is seen outside."""
     try:
         torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as error:
+        said = " ".join(str(error).split())[:300] or type(error).__name__
         raise InvalidChoice(f"batch {number}: found one that the program does not take ({said})") from error
 
 
@@ -271,10 +289,13 @@ def _inputs(program: Program) -> tuple[list[str], list[str]]:
     """The names of what a program takes by keyword, and by position, one for each argument."""
     if not isinstance(program, ExportedProgram):
         return [], [str(node.target) for node in program.graph.find_nodes(op="placeholder")]
-    by_position, by_keyword = program.call_spec.in_spec.children_specs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the new name is not there in torch 2.9
+        by_position, by_keyword = program.call_spec.in_spec.children_specs
+        arguments = by_position.children_specs
     names: list[str] = []
     inputs = list(program.graph_signature.user_inputs)
-    for spec in by_position.children_specs:
+    for spec in arguments:
         names.append(str(inputs[0]) if spec.num_leaves == 1 and inputs else f"argument {len(names)}")
         inputs = inputs[spec.num_leaves :]
     return list(by_keyword.context or []), names

@@ -11,8 +11,8 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 aten = torch.ops.aten
 
-# What a node taken out remembers of its metadata: text alone, so that it can be saved.
-_KEPT = ("stack_trace", "torch_fn")
+# What a node taken out remembers of its metadata: what saving keeps, so that it can be saved.
+_KEPT = ("stack_trace", "torch_fn", "custom")
 
 
 class Removals:

@@ -180,6 +180,12 @@ class Switch:
         if self.draft.functional:
             return Statistics.OUTPUTS
         was = next((form for rows in BY_TARGET.values() for form in rows if note and form.name == note["form"]), None)
+        returned = was is not None and was.statistics is Statistics.OUTPUTS
+        listed = isinstance(self.draft.program, ExportedProgram) and not any(
+            update.get("copies") for update in (note or {}).get("updates") or []
+        )
+        if returned and listed:  # as mutation outputs, which this dialect has none of: it was another one then
+            return Statistics.IN_PLACE
         return Statistics.IN_PLACE if was is None else was.statistics
 
     def _untrainable(self, site: Site, target: Form, note: dict[str, Any] | None) -> str:
@@ -190,6 +196,10 @@ class Switch:
             and (note or {}).get("form") != target.name
         ):
             return f"{target.name} writes its statistics, which a functional program may not: legalize it to core_aten"
+        if note is None and site.norm.momentum == 0:
+            return "its momentum is 0, as torch writes momentum=None in eval: export in training, with tbn.exportable"
+        if note is None and (reason := self.counters.ambiguous(site)):
+            return reason
         val = getattr(site.norm.input, "meta", {}).get("val")
         if isinstance(val, torch.Tensor) and all(type(size) is int for size in val.shape):
             single = val.numel() == val.shape[1] > 0

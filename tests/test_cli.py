@@ -119,7 +119,14 @@ BAD_INPUTS = {
     "another suffix": (lambda folder: _written(folder / "a.csv"), (), "found .csv, expected .pt, .npz, .safetensors"),
     "not what it says": (lambda folder: _written(folder / "a.npz"), (), "cannot be read as inputs"),
     "another shape": (lambda folder: _inputs(folder, ".npz")[0], (), "batch 1: found one that the program does not"),
-    "not to split": (lambda folder: _scalar(folder), ("--batch-size", 2), "expected tensors of one length to split"),
+    "no tensors": (lambda folder: _held(folder, 5), (), "batch 1: found one that the program does not take"),
+    "text": (lambda folder: _held(folder, ["a"]), (), "batch 1: found one that the program does not take"),
+    "sparse": (lambda folder: _held(folder, X.to_sparse()), ("--batch-size", 2), "expected tensors of one length"),
+    "not to split": (
+        lambda folder: _held(folder, torch.tensor(1.0)),
+        ("--batch-size", 2),
+        "expected tensors of one length to split",
+    ),
 }
 
 
@@ -128,9 +135,9 @@ def _written(file):
     return file
 
 
-def _scalar(folder):
-    torch.save(torch.tensor(1.0), folder / "scalar.pt")
-    return folder / "scalar.pt"
+def _held(folder, value):
+    torch.save(value, folder / "held.pt")
+    return folder / "held.pt"
 
 
 @pytest.mark.parametrize("kind", BAD_INPUTS)
@@ -139,6 +146,13 @@ def test_bad_inputs_are_one_clear_line(run, model, tmp_path, kind):
     result = run("recalibrate", model, "--data", make(tmp_path), *options, "-o", tmp_path / "out.pt2")
     assert (result.exit_code, message in result.stderr, (tmp_path / "out.pt2").exists()) == (2, True, False)
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_inputs_are_not_overwritten(run, model, tmp_path):
+    file, data = _inputs(tmp_path, ".npz")
+    result = run("recalibrate", model, "--data", file, "-o", file)
+    assert (result.exit_code, "the output is the input" in result.stderr) == (2, True)
+    assert numpy.array_equal(numpy.load(file)["input"], data.numpy())
 
 
 def test_diff_shows_what_is_only_on_one_side(run, model, tmp_path):

@@ -137,3 +137,9 @@ def test_a_frozen_program_is_consolidated_and_stays_frozen():
     assert [e.mode for e in tbn.inspect(program).entries] == ["eval", "eval", "train"]
     assert SwitchMode("train")(program).modified is False
     assert same(run(program), step(eager(True), X))
+
+
+@pytest.mark.parametrize("modules", [None, 5, ["a", 1]])
+def test_what_is_no_glob_is_one_clear_error(modules):
+    with pytest.raises(tbn.InvalidChoice, match="expected a glob of module paths, or several"):
+        tbn.freeze(export(nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)), modules)

@@ -320,6 +320,27 @@ def test_an_exported_train_program_trains(decomposed, consolidated):
         torch.testing.assert_close(model.get_buffer(name), buffer)
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.bn(self.bn(x))
+
+
+@pytest.mark.parametrize("form", ["module", "ATEN", "family, ATEN"])
+def test_a_batch_norm_of_a_batch_norm(form):
+    eager, model = Twice(), Twice()
+    program = None if form == "module" else export(Twice(), X).run_decompositions()
+    model = model if program is None else (tbn.consolidate(program) if "family" in form else program).module()
+    found, code = _stepped(model, torch.compile(model, options=TRAIN, fullgraph=True), X)
+    assert _calls(code) == (2, 0, 2)
+    _close(found[:2], _stepped(eager, eager, X)[0][:2])
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
 def test_the_numbers_are_eager_s_to_the_bit_where_only_batch_norm_runs():
     model, eager = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     compiled = torch.compile(model, options=tbn.inductor_options("train"))
@@ -349,7 +370,9 @@ def test_twenty_steps_of_a_residual_net_follow_eager():
     def trained(compiled):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(8), Block(8), nn.Flatten(), nn.Linear(8 * 36, 5))
-        run = torch.compile(model, options=tbn.inductor_options("train")) if compiled else model
+        # Inductor would move the convolutions to another layout, which rounds differently
+        options = tbn.inductor_options("train", {"layout_optimization": False})
+        run = torch.compile(model, options=options) if compiled else model
         optimizer, losses = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), []
         for _ in range(20):
             optimizer.zero_grad()
@@ -359,7 +382,7 @@ def test_twenty_steps_of_a_residual_net_follow_eager():
             losses.append(loss.detach())
         return [torch.stack(losses), *model.state_dict().values()]
 
-    _close(trained(True), trained(False), 1e-4)
+    _close(trained(True), trained(False), 1e-6)
 
 
 # What is left to Inductor.

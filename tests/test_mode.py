@@ -620,3 +620,73 @@ def test_the_mutations_of_a_program_keep_their_order():
     specs[:6] = specs[5::-1]
     program.graph_module.recompile()
     assert nodes(tbn.switch_mode(tbn.switch_mode(program, "eval"), "train")) == nodes(program)
+
+
+class Single(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.bn(x)
+
+
+def _in_eval(program):
+    return tbn.switch_mode(program, "eval")
+
+
+# A program that was put in eval in one dialect and trains in another: what it remembers is the other one's.
+MOVED = {
+    "decomposed in eval": lambda p: _in_eval(p).run_decompositions(),
+    "legalized to functional in eval": lambda p: tbn.legalize(_in_eval(p), "functional"),
+    "legalized to training in eval": lambda p: tbn.legalize(_in_eval(p.run_decompositions()), "training"),
+    "consolidated, and legalized to training": lambda p: tbn.legalize(
+        _in_eval(tbn.consolidate(p.run_decompositions())), "training"
+    ),
+    "legalized to composite": lambda p: tbn.legalize(_in_eval(p.run_decompositions()), "composite"),
+    "frozen, then decomposed": lambda p: tbn.freeze(p).run_decompositions(),
+}
+
+
+@pytest.mark.parametrize("moved", MOVED.values(), ids=MOVED)
+def test_a_program_whose_dialect_changed_in_eval_trains(moved):
+    torch.manual_seed(0)
+    model = Single()
+    program = tbn.switch_mode(moved(export(model, X)), "train", include_frozen=True)
+    assert tbn.verify(program) == ()
+    module, eager = saved_and_loaded(program).module(), copy.deepcopy(model)
+    module(X), eager(X)
+    assert all(same(module.get_buffer(name), buffer) for name, buffer in eager.named_buffers())
+
+
+def test_momentum_none_in_eval_does_not_say_how_it_trains():
+    result = SwitchMode("train")(export(nn.BatchNorm2d(3, momentum=None).eval(), X))
+    assert not result.modified
+    assert [d.reason for d in result.declined] == [
+        "its momentum is 0, as torch writes momentum=None in eval: export in training, with tbn.exportable"
+    ]
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.c.running_mean, self.c.running_var = self.a.running_mean, self.a.running_var
+
+    def forward(self, x):
+        return self.c(self.a(x))
+
+
+def test_whose_counter_shared_statistics_move_is_not_guessed():
+    result = SwitchMode("train")(export(Shared().eval(), X))
+    assert "its statistics are shared by a, c: whose counter it adds to is not known" in {
+        d.reason for d in result.declined
+    }
+
+
+def test_the_metadata_of_a_counter_s_add_comes_back():
+    program = export(Single(), X)
+    (add,) = program.graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+    add.meta["custom"] = {"mine": 1}
+    (back,) = tbn.switch_mode(_in_eval(program), "train").graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+    assert back.meta["custom"] == {"mine": 1}

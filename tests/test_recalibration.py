@@ -213,3 +213,80 @@ def test_bad_options():
         tbn.recalibrate(program, DATA, 2)
     with pytest.raises(tbn.InvalidProgram, match="expected an ExportedProgram or a GraphModule"):
         tbn.recalibrate(made(), DATA)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.bn(self.bn(x) * 3 + 1)
+
+
+def test_a_batch_norm_called_twice_counts_both_calls_in_either_dialect():
+    program = export(Twice(), DATA[0])
+    found = [Recalibrate()(p, DATA[:4]) for p in (program, program.run_decompositions())]
+    assert [(len(f.edits), f.declined) for f in found] == [(2, ()), (2, ())]
+    for name in ("bn.running_mean", "bn.running_var"):
+        torch.testing.assert_close(*(f.program.state_dict[name] for f in found))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.BatchNorm2d(3)
+        self.b = self.a
+
+    def forward(self, x):
+        return self.b(x)
+
+
+def test_a_tied_buffer_stays_tied():
+    state = tbn.recalibrate(export(Tied(), DATA[0]), DATA[:4]).state_dict
+    assert state["a.running_mean"] is state["b.running_mean"]
+    assert state["a.running_mean"].sum() > 1
+
+
+class HalfShared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.b.running_mean = self.a.running_mean
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_a_mean_shared_without_its_variance_is_declined():
+    result = Recalibrate()(export(HalfShared(), DATA[0]), DATA[:2])
+    assert (result.modified, len(result.declined)) == (False, 2)
+    assert "with a batch norm that does not share the other" in result.declined[0].reason
+
+
+def test_an_empty_batch_says_nothing():
+    size = ({0: torch.export.Dim("n", min=0)},)
+    program = export(nn.BatchNorm2d(3), DATA[0], dynamic=size)
+    whole, more = (tbn.recalibrate(program, batches).state_dict for batches in (DATA[:2], [*DATA[:2], DATA[0][:0]]))
+    assert same(whole["running_mean"], more["running_mean"])
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.BatchNorm2d(3).eval(), nn.BatchNorm2d(3).eval()
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.a, self.b, (x,))
+
+
+def test_a_branch_that_no_batch_reached_is_declined_and_the_other_is_measured():
+    result = Recalibrate()(export(Branches().eval(), DATA[0]), DATA[:2])
+    assert [d.reason for d in result.declined] == ["no batch reached it"]
+    assert len(result.edits) == 1
+
+
+@pytest.mark.parametrize("batches", [5, None, "file.pt", [None], ["x"], [{"y": 1}, 2]])
+def test_what_are_no_batches_is_one_clear_error(batches):
+    with pytest.raises(tbn.InvalidChoice, match="found"):
+        tbn.recalibrate(export(nn.BatchNorm2d(3), DATA[0]), batches)

@@ -189,6 +189,7 @@ def _recalibrate(
 ) -> None:
     """Estimate the running statistics anew over a file of inputs."""
     with _step(f"Loading {data}"):
+        check_output(data, output)
         batches = load_batches(data, batch_size)
 
     def run(program: Program) -> Result:

@@ -108,7 +108,8 @@ def _split(batch: Any, size: int, path: Path) -> list[Any]:
     """A batch as batches of this size along the first dimension of each tensor; the last one may be smaller."""
     leaves, spec = tree_flatten(batch)
     lengths = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
-    if len(lengths) != 1 or not all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in leaves) or size < 1:
+    dense = all(isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.layout is torch.strided for leaf in leaves)
+    if len(lengths) != 1 or not dense or size < 1:
         found = f"lengths {sorted(lengths)}" if lengths else "no tensor to split"
         raise InvalidChoice(f"{path}: found {found}, expected tensors of one length to split into batches of {size}")
     (length,) = lengths
