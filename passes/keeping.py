@@ -38,9 +38,11 @@ class MarkKept(CustomGraphPass):
     chosen: Callable[[BatchNorm], bool]
 
     def __call__(self, graph: Graph) -> None:
-        for node in _nodes(graph):
+        found = _nodes(graph)
+        transformed = bool(found) and any(map(_transforms, graph.nodes))
+        for node in found:
             site = _called(node) if node.target in _CALLED else read_site(node)  # as earlier ones left it
-            reason = site.problem or _obstacle(site)
+            reason = "it is under a transform of torch.func" if transformed else site.problem or _obstacle(site)
             if not reason and not self.chosen(_values(site.norm)):
                 reason = f"as keep={self.keep!r} says"
             log.info("%s is %s", site.node.name, f"left to Inductor: {reason}" if reason else "kept")
@@ -99,8 +101,12 @@ def _called(node: Node) -> Site:
         given = _FUNCTION.bind(*node.args, **node.kwargs)
         given.apply_defaults()
         norm = BatchNorm(**given.arguments)
-    literal = type(norm.training) is bool and {type(norm.momentum), type(norm.eps)} <= {float, int}
-    return Site(node, "", _COMPOSITE, norm, {"out": [node]}, "" if literal else "its mode, momentum or eps is computed")
+    return Site(node, "", _COMPOSITE, norm, {"out": [node]})
+
+
+def _transforms(node: Node) -> bool:
+    """Whether a call is one of torch.func's, which asks for rules (vmap's, jvp's) that only ATen's own ops have."""
+    return "_functorch" in (getattr(node.target, "__module__", None) or "")
 
 
 def _obstacle(site: Site) -> str:
@@ -108,14 +114,14 @@ def _obstacle(site: Site) -> str:
     norm, form = site.norm, site.form
     if form.destinations:
         return "it writes to its out arguments"
+    if type(norm.training) is not bool or not {type(norm.momentum), type(norm.eps)} <= {float, int}:
+        return "its mode, momentum or eps is computed"
     values = _values(norm)
     tensors = [getattr(values, name) for name in ("input", *NEUTRAL) if name not in norm.missing]
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return "the shape of one of its tensors is not known"
     if any(map(is_traceable_wrapper_subclass, tensors)):
         return "one of its tensors is of a subclass, whose rules are for ATen's own ops"
-    if any("_functorch" in (getattr(node.target, "__module__", None) or "") for node in site.node.graph.nodes):
-        return "it is under a transform of torch.func"
     if norm.missing and type(_channels(norm)) is not int:
         return f"its channel count is dynamic, and its {norm.missing[0]} has to be filled in"
     if 0 in values.input.shape:
