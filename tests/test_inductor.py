@@ -34,7 +34,9 @@ X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-    with config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+    # importing torchao, as another test does, leaves a pass of its own in the config
+    hooks = {"pre_grad_custom_pass": None, "joint_custom_pre_pass": None}
+    with config.patch(fx_graph_cache=False, **hooks), torch._functorch.config.patch(enable_autograd_cache=False):
         yield
     torch._dynamo.reset()
 
