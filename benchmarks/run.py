@@ -120,24 +120,29 @@ def resnet50(training: bool) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.randn(2, 3, 64, 64),))
 
 
-def linear(quick: bool) -> Iterator[Bar]:
-    """Cost grows with the batch norms."""
+def _growth(
+    what: str, run: Callable[[GraphModule], object], make: Callable[[int], GraphModule], sizes: tuple[int, ...]
+) -> Bar:
+    """What a batch norm costs in the longest graph over what it costs in the shortest, compilation excluded."""
     per_site = {}
-    for sites in (100, 1000, 2000 if quick else 10000):
+    for sites in sizes:
         held: list[GraphModule] = []
         with no_recompile():
-            repeat = 3 if sites > 1000 else 7
             taken = seconds(
-                lambda held=held: tbn.Consolidate(inplace=True)(held[-1]),
-                lambda held=held, n=sites: held.append(chain(n)),
-                repeat,
+                lambda held=held: run(held[-1]),
+                lambda held=held, n=sites: held.append(make(n)),
+                repeat=3 if sites > 1000 else 7,
             )
         per_site[sites] = taken / sites * 1e6
-    least, most = min(per_site), max(per_site)
     detail = ", ".join(f"{n:,} BN {us:.1f} us a BN" for n, us in per_site.items())
-    yield Bar(
-        "cost is linear: time per BN, longest chain over shortest", per_site[most] / per_site[least], 0, 2, detail
-    )
+    ratio = per_site[max(per_site)] / per_site[min(per_site)]
+    return Bar(f"{what} is linear: time per BN, longest chain over shortest", ratio, 0, 2, detail)
+
+
+def linear(quick: bool) -> Iterator[Bar]:
+    """Cost grows with the batch norms."""
+    sizes = (100, 1000, 2000 if quick else 10000)
+    yield _growth("cost", tbn.Consolidate(inplace=True), chain, sizes)
 
 
 def floor(quick: bool) -> Iterator[Bar]:
@@ -240,19 +245,9 @@ def legalization(quick: bool) -> Iterator[Bar]:
     yield Bar(
         "legalize(ResNet-50, core_aten) faster than run_decompositions, times", theirs / ours, 20, math.inf, detail
     )
-    per_site = {}
-    for sites in (100, 1000 if quick else 10000):
-        held: list[GraphModule] = []
-        with no_recompile():
-            taken = seconds(
-                lambda held=held: tbn.Legalize("core_aten", inplace=True)(held[-1]),
-                lambda held=held, n=sites: held.append(tbn.consolidate(chain(n))),
-                repeat=3,
-            )
-        per_site[sites] = taken / sites * 1e6
-    least, most = min(per_site), max(per_site)
-    detail = ", ".join(f"{n:,} BN {us:.1f} us a BN" for n, us in per_site.items())
-    yield Bar("legalize is linear: longest chain over shortest", per_site[most] / per_site[least], 0, 2, detail)
+    sizes = (100, 1000 if quick else 10000)
+    legalize = tbn.Legalize("core_aten", inplace=True)
+    yield _growth("legalize", legalize, lambda n: tbn.consolidate(chain(n)), sizes)
 
 
 class Residual(nn.Module):
@@ -424,19 +419,8 @@ def switching(quick: bool) -> Iterator[Bar]:
     detail += f" ({ours[1] * 1e3:.0f} ms compiling)"
     yield Bar(f"to eval faster than torchao at {sites} BN, times", theirs[0] / ours[0], 15, math.inf, detail)
     yield Bar("the same, the one compilation that both need subtracted, times", ratio, 100, math.inf, detail)
-    per_site = {}
-    for sites in (100, 1000 if quick else 10000):
-        held: list[GraphModule] = []
-        with no_recompile():
-            taken = seconds(
-                lambda held=held: tbn.SwitchMode("eval", inplace=True)(held[-1]),
-                lambda held=held, n=sites: held.append(trained(n)),
-                repeat=3 if sites > 1000 else 7,
-            )
-        per_site[sites] = taken / sites * 1e6
-    least, most = min(per_site), max(per_site)
-    detail = ", ".join(f"{n:,} BN {us:.1f} us a BN" for n, us in per_site.items())
-    yield Bar("switch_mode is linear: longest chain over shortest", per_site[most] / per_site[least], 0, 2, detail)
+    sizes = (100, 1000 if quick else 10000)
+    yield _growth("switch_mode", tbn.SwitchMode("eval", inplace=True), trained, sizes)
 
 
 OP = aten.batch_norm.default

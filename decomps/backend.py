@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
-from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect
+from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, HALF, Dialect
 from torch_batchnorm.decomps.kernels import run_pinned
 from torch_batchnorm.errors import InvalidChoice
 
@@ -121,7 +121,6 @@ class Explanation:
 
 _DYNAMIC = ", dynamic: decided when it runs"
 _INT_MAX = 2**31 - 1
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _within(value: Any, limit: int) -> bool:
@@ -214,7 +213,7 @@ MIOPEN_RULES = (
         "dtype",
         _dtypes,
         "float32, or float16 or bfloat16 with a float32 weight",
-        lambda c: c.input.dtype in (torch.float32, *_HALF) and c.weight is not None and c.weight.dtype is torch.float32,
+        lambda c: c.input.dtype in (torch.float32, *HALF) and c.weight is not None and c.weight.dtype is torch.float32,
     ),
     Rule("rank", lambda c: c.input.ndim, "3 to 5", lambda c: 3 <= c.input.ndim <= 5),
     Rule(

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from torch_batchnorm.decomps.forms import HALF
 from torch_batchnorm.errors import InvalidBatchNorm
 
 aten = torch.ops.aten
 T = TypeVar("T", bound=tuple[Any, ...])
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def batch_norm_with_update(
@@ -158,7 +158,7 @@ def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Ten
     if weight is not None and bias is not None:
         return weight, bias
     like = weight if weight is not None else bias if bias is not None else mean
-    dtype = like.dtype if like is not None else torch.float32 if input.dtype in _HALF else input.dtype
+    dtype = like.dtype if like is not None else torch.float32 if input.dtype in HALF else input.dtype
     size = (input.shape[1],)
     weight = input.new_ones(size, dtype=dtype) if weight is None else weight
     return weight, input.new_zeros(size, dtype=dtype) if bias is None else bias
@@ -217,7 +217,7 @@ def _check(
         _refuse(name, absent, "None", f"a tensor, as {given} is one; or None for both")
     if mean is None and not training:
         _refuse(name, "running_mean", "None", "a tensor: without running statistics there is nothing to normalise with")
-    kinds, first = (dtype, torch.float32) if dtype in _HALF else (dtype,), None
+    kinds, first = (dtype, torch.float32) if dtype in HALF else (dtype,), None
     for argument, tensor in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var)):
         if tensor is None:
             continue

@@ -47,6 +47,9 @@ RESERVED = (*SAVED, "reserve")
 UPDATED = ("new_running_mean", "new_running_var")
 GRADS = ("grad_input", "grad_weight", "grad_bias")
 
+# Computed in float32.
+HALF = (torch.float16, torch.bfloat16)
+
 FIELDS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
 # cuDNN's and MIOpen's schemas call two fields by their own names; every other argument is named as its field.
@@ -103,6 +106,12 @@ class Gradient:
 
 
 _RECORDED = {record: tuple(f.name for f in fields(record) if f.name != "out") for record in (BatchNorm, Gradient)}
+
+
+def like_of(norm: BatchNorm | Gradient) -> Any:
+    """What a missing tensor is filled in like: the weight, bias or statistics that are there, else the input."""
+    there = (getattr(norm, field, None) for field in ("weight", "bias", "running_mean"))
+    return next((tensor for tensor in there if tensor is not None), norm.input)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_batchnorm.decomps.forms import GRADS, BatchNorm, Gradient
-
-_HALF = (torch.float16, torch.bfloat16)
+from torch_batchnorm.decomps.forms import GRADS, HALF, BatchNorm, Gradient
 
 
 def _computed(input: Tensor) -> torch.dtype:
     """The dtype to compute in: float32 for half types."""
-    return torch.float32 if input.dtype in _HALF else input.dtype
+    return torch.float32 if input.dtype in HALF else input.dtype
 
 
 def _reduced(input: Tensor) -> tuple[list[int], list[int]]:

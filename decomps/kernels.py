@@ -17,6 +17,7 @@ from torch_batchnorm.decomps.family import written
 from torch_batchnorm.decomps.forms import (
     BY_TARGET,
     GRADIENT_BY_TARGET,
+    HALF,
     BatchNorm,
     Form,
     Gradient,
@@ -112,7 +113,7 @@ def _fake(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     form = BY_TARGET[func][0]
     norm = form.read(args, kwargs)
     x, statistic = norm.input, norm.running_mean
-    half = x.dtype in (torch.float16, torch.bfloat16)
+    half = x.dtype in HALF
     with fake_mode:
         saved = statistic.new_empty((0,) if _unsaved(norm) else statistic.shape)
         saved = saved.float() if half and x.device.type != "cpu" else saved

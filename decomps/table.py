@@ -13,7 +13,16 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_batchnorm.decomps.family import written
-from torch_batchnorm.decomps.forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics, family_form
+from torch_batchnorm.decomps.forms import (
+    FORMS,
+    GRADIENTS,
+    BatchNorm,
+    Dialect,
+    Form,
+    Statistics,
+    family_form,
+    like_of,
+)
 
 aten = torch.ops.aten
 Decomposition = Callable[..., Any]
@@ -74,7 +83,7 @@ def _forward(form: Form, reserves: Reserves) -> Decomposition:
 
 def _family(norm: BatchNorm, in_place: bool) -> dict[str, Any]:
     """The family's outputs by role. What it cannot do without is filled in, in the dtype of what is there."""
-    like = next((t for t in (norm.weight, norm.bias, norm.running_mean) if t is not None), norm.input)
+    like = like_of(norm)
     filled = {name: _FILLS[name](like, [norm.input.shape[1]]) for name in norm.missing}
     statistics = Statistics.IN_PLACE if in_place else Statistics.OUTPUTS
     target = family_form(norm.training, statistics if norm.training else Statistics.NONE, out=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torch_batchnorm.decomps.forms import UPDATED, BatchNorm, Gradient
+from torch_batchnorm.decomps.forms import HALF, UPDATED, BatchNorm, Gradient
 from torch_batchnorm.passes.reference import PARAMETERS, WHOLE, Reference, saved_dtype
 from torch_batchnorm.passes.values import Key, numbers, transparent, val_of
 
@@ -147,7 +147,7 @@ def _refused(norm: BatchNorm | Gradient) -> str:
     """Why the family's kernels refuse the dtypes of a record, empty when they take them."""
     input = norm.input.meta["val"].dtype
     parameters = {f: val.dtype for f in PARAMETERS if (val := val_of(getattr(norm, f, None))) is not None}
-    half = input in (torch.float16, torch.bfloat16)
+    half = input in HALF
     found = {*parameters.values()}
     if found <= {input} or (half and found == {torch.float32}):
         return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections import defaultdict
 from functools import cached_property
 from typing import Any
@@ -177,8 +176,7 @@ class Counters:
         """Why it cannot be told which counter a site adds to, empty when it can: statistics and module agree."""
         tensors = (site.norm.running_mean, site.norm.running_var)
         named = [self.names[site.path].get(root_of(t).name, "") for t in tensors]
-        called = re.sub(r"@\d+$", "", site.module)  # a second call of a module
-        owners = {name.rpartition(".")[0] for name in named if name} | ({called} if called else set())
+        owners = {name.rpartition(".")[0] for name in named if name} | ({site.owner} if site.owner else set())
         counters = {owner: self.state.get(f"{owner}.{COUNTER}" if owner else COUNTER) for owner in sorted(owners)}
         known = {owner: counter for owner, counter in counters.items() if counter is not None}
         if len({counter.data_ptr() for counter in known.values()}) < 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -146,7 +145,7 @@ def chosen_sites(program: Program, modules: str | Sequence[str]) -> set[str]:
         raise InvalidChoice(f"found modules={modules!r}, expected a glob of module paths, or several")
     globs = [modules] if isinstance(modules, str) else list(modules)
     outside = state_names(program)
-    paths = {s.name: _paths(s, outside) for s in find_sites(graphs_of(program)) if _tracks(s)}
+    paths = {s.name: _paths(s, outside) for s in find_sites(graphs_of(program)) if s.tracks}
     found: set[str] = set()
     for glob in globs:
         matching = {name for name, known in paths.items() if any(fnmatchcase(path, glob) for path in known)}
@@ -158,9 +157,8 @@ def chosen_sites(program: Program, modules: str | Sequence[str]) -> set[str]:
 
 def _paths(site: Site, outside: dict[Node, str]) -> set[str]:
     """The module paths of a site: as it was traced, and where its statistics live."""
-    traced = re.sub(r"@\d+$", "", site.module)  # a second call of a module
     state = outside.get(root_of(site.norm.running_mean), "").rpartition(".")[0]
-    return {traced, state} - {""} or {""}
+    return {site.owner, state} - {""} or {""}
 
 
 def _unmatched(glob: str, paths: Iterable[set[str]]) -> str:
@@ -169,10 +167,6 @@ def _unmatched(glob: str, paths: Iterable[set[str]]) -> str:
     listed = ", ".join(close) + (", ..." if len(known) > len(close) else "")
     expected = f"expected a glob of module paths such as {listed}" if known else "and the program has none"
     return f"found modules={glob!r}, which matches no batch norm with running statistics, {expected}"
-
-
-def _tracks(site: Site) -> bool:
-    return site.norm is not None and site.norm.running_mean is not None
 
 
 def _is_frozen(site: Site, trains: bool) -> bool:
@@ -184,7 +178,7 @@ def _is_frozen(site: Site, trains: bool) -> bool:
 def _trains(program: Program, names: set[str]) -> bool:
     """Whether the program trains, by what is not chosen; where there is nothing else, by what the chosen ones did."""
     graphs = graphs_of(program)
-    sites = [site for site in find_sites(graphs) if _tracks(site)]
+    sites = [site for site in find_sites(graphs) if site.tracks]
     others = [s for s in sites if s.name not in names and "frozen" not in note_of(s.node)]
     random = [r for r in find_random(graphs) if r.training is not None]
     if is_training(sites, random) or others or random:

@@ -19,7 +19,16 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_batchnorm.decomps.forms import BY_TARGET, UPDATED, BatchNorm, Dialect, Statistics, family_form, form_of
+from torch_batchnorm.decomps.forms import (
+    BY_TARGET,
+    UPDATED,
+    BatchNorm,
+    Dialect,
+    Statistics,
+    family_form,
+    form_of,
+    like_of,
+)
 from torch_batchnorm.decomps.kept import FREED, KEPT
 from torch_batchnorm.passes.site import NEUTRAL, Site, read_site
 
@@ -166,8 +175,7 @@ def _write(site: Site) -> None:
 
 def _fill(norm: BatchNorm, name: str) -> Node:
     """The neutral [C] tensor for a missing weight, bias or statistic, of the dtype of those that are there."""
-    there = (getattr(norm, field) for field in ("weight", "bias", "running_mean"))
-    like = next((tensor for tensor in there if tensor is not None), norm.input)
+    like = like_of(norm)
     make = (aten.new_zeros.default, aten.new_ones.default)[NEUTRAL[name]]
     return like.graph.call_function(make, (like, [_channels(norm)]))  # type: ignore[no-any-return]
 

@@ -141,16 +141,12 @@ def is_training(sites: Iterable[Site], random: Iterable[Random]) -> bool:
     return any(map(_trains, sites)) or any(r.training for r in random)
 
 
-def _tracks(site: Site) -> bool:
-    return site.norm is not None and site.norm.running_mean is not None
-
-
 def _trains(site: Site) -> bool:
-    return _tracks(site) and site.norm.training is True
+    return site.tracks and site.norm.training is True
 
 
 def _evaluates(site: Site) -> bool:
-    return _tracks(site) and site.norm.training is False
+    return site.tracks and site.norm.training is False
 
 
 def _unreadable(sites: Iterable[Site], random: Iterable[Random]) -> Iterator[Declined]:

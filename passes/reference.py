@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_batchnorm.decomps import formula
-from torch_batchnorm.decomps.forms import FIELDS, GRADS, SAVED, UPDATED, BatchNorm, Gradient
+from torch_batchnorm.decomps.forms import FIELDS, GRADS, HALF, SAVED, UPDATED, BatchNorm, Gradient
 from torch_batchnorm.passes.elementary import in_one_mode
 from torch_batchnorm.passes.values import Key, cast_of, key_of, references, val_of
 
@@ -101,7 +101,7 @@ def saved_dtype(norm: BatchNorm | Gradient) -> torch.dtype:
     given = [val for f in PARAMETERS if (val := val_of(getattr(norm, f, None))) is not None]
     input = norm.input.meta["val"]
     dtype = given[0].dtype if given else input.dtype
-    half = dtype in (torch.float16, torch.bfloat16)
+    half = dtype in HALF
     return torch.float32 if half and input.device.type != "cpu" else dtype
 
 

@@ -10,9 +10,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from torch_batchnorm.decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
+from torch_batchnorm.decomps.forms import (
+    BY_TARGET,
+    OUT,
+    UPDATED,
+    BatchNorm,
+    Dialect,
+    Form,
+    Gradient,
+    Statistics,
+    like_of,
+)
 from torch_batchnorm.passes.program import Draft, empty_val
 from torch_batchnorm.passes.site import NEUTRAL, ORIGIN, Site, note_of
+from torch_batchnorm.passes.values import val_of
 
 aten = torch.ops.aten
 
@@ -97,7 +108,7 @@ def _copied_out(site: Site, call: Node, index: int, role: str, place: Node) -> N
         grad = call.graph.call_function(operator.getitem, (call, index))
         copied = _call(call.graph, aten.copy_.default, (place, grad))
     grad.meta = carried(call, _empty_like(place))
-    copied.meta = carried(call, _val(place))
+    copied.meta = carried(call, val_of(place))
     for holder in site.outputs.get(role, ()):
         holder.replace_all_uses_with(copied)
         call.graph.erase_node(holder)
@@ -140,7 +151,7 @@ def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
     else:
         with call.graph.inserting_before(call):
             reserve = _call(call.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
-        val = _val(norm.input)
+        val = val_of(norm.input)
         reserve.meta = carried(call, None if val is None else draft.fake(val, 0, torch.uint8))
     call.args = (*call.args[:-1], reserve)
 
@@ -189,22 +200,16 @@ def carried(node: Node, val: Any) -> dict[str, Any]:
     return kept if val is None else {**kept, "val": val}
 
 
-def _val(node: Node) -> torch.Tensor | None:
-    val = node.meta.get("val")
-    return val if isinstance(val, torch.Tensor) else None
-
-
 def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor | None:
     """A new `val` like the node's own, of another shape if one is given; None when the node has none."""
-    val = _val(node)
+    val = val_of(node)
     return None if val is None else empty_val(val, val.shape if shape is None else shape, val.dtype)
 
 
 def _fill(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
     """The neutral [C] tensor for a missing weight, bias or statistic, of the dtype of those that are there."""
-    there = (getattr(norm, field, None) for field in ("weight", "bias", "running_mean"))
-    like = next((tensor for tensor in there if tensor is not None), norm.input)
-    input_val, graph = _val(norm.input), node.graph
+    like = like_of(norm)
+    input_val, graph = val_of(norm.input), node.graph
     channels: Any = None if input_val is None else input_val.shape[1]
     size = channels
     if type(channels) is not int:
@@ -222,7 +227,7 @@ def _destinations(norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
     made = {}
     for role in absent:
         made[role] = _call(node.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
-        val = _val(norm.input)
+        val = val_of(norm.input)
         made[role].meta = carried(node, None if val is None else empty_val(val, (0,), torch.uint8))
     return {**norm.out, **made}
 
@@ -257,7 +262,7 @@ def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: 
     if role == "reserve":
         return draft.fake(out, 0, torch.uint8)
     like = next((t for t in (spelled.running_mean, spelled.weight, spelled.bias) if t is not None), None)
-    statistic = None if like is None else _val(like)
+    statistic = None if like is None else val_of(like)
     unsaved = not spelled.training and out.device.type == "cpu"
     return draft.fake(out, 0 if unsaved else out.shape[1], out.dtype if statistic is None else statistic.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,6 +72,16 @@ class Site:
         """Dotted path of the module that the batch norm was traced from, empty when the graph does not say."""
         stack = self.node.meta.get("nn_module_stack")
         return str(list(stack.values())[-1][0]) if stack else ""
+
+    @property
+    def owner(self) -> str:
+        """The module, whichever call of it: torch.export names the second one of `bn` `bn@1`."""
+        return re.sub(r"@\d+$", "", self.module)
+
+    @property
+    def tracks(self) -> bool:
+        """Whether it can be read and has running statistics."""
+        return self.norm is not None and self.norm.running_mean is not None
 
     def used(self, role: str) -> bool:
         """Whether something reads this output."""

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from torch_batchnorm.decomps.forms import (
     BY_TARGET,
+    FORMS,
     UPDATED,
     BatchNorm,
     Dialect,
@@ -33,6 +34,7 @@ aten = torch.ops.aten
 
 # What a tensor that is no state begins with.
 _MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty)")
+_BY_NAME = {form.name: form for form in FORMS}
 _LEGIT_EVAL = aten._native_batch_norm_legit_no_training
 
 
@@ -179,13 +181,11 @@ class Switch:
         """How a site hands on its statistics in training: as it did, if it did, and the program still allows it."""
         if self.draft.functional:
             return Statistics.OUTPUTS
-        was = next((form for rows in BY_TARGET.values() for form in rows if note and form.name == note["form"]), None)
-        returned = was is not None and was.statistics is Statistics.OUTPUTS
-        listed = isinstance(self.draft.program, ExportedProgram) and not any(
-            update.get("copies") for update in (note or {}).get("updates") or []
-        )
-        if returned and listed:  # as mutation outputs, which this dialect has none of: it was another one then
-            return Statistics.IN_PLACE
+        note = note or {}
+        copied = any(update.get("copies") for update in note.get("updates") or [])
+        if isinstance(self.draft.program, ExportedProgram) and not copied:
+            return Statistics.IN_PLACE  # what was listed as a mutation then, was so in the other dialect
+        was = _BY_NAME.get(note.get("form", ""))
         return Statistics.IN_PLACE if was is None else was.statistics
 
     def _untrainable(self, site: Site, target: Form, note: dict[str, Any] | None) -> str:
