@@ -47,7 +47,7 @@ class Counters:
             self.names[path][node.name] = name
             self.holders[path].setdefault(name, node.name)
         self.graphs = dict(draft.graphs)
-        self.callers = _callers(draft)
+        self.callers = callers_of(draft)
         self.adds: dict[str, list[Node]] = {}
         self.written: dict[Node, list[Node]] = defaultdict(list)
         for target, value in draft.mutations():
@@ -254,7 +254,7 @@ def _tensors(program: Program) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _callers(draft: Draft) -> dict[str, list[tuple[str, Node]]]:
+def callers_of(draft: Draft) -> dict[str, list[tuple[str, Node]]]:
     """For each nested graph who calls it: the path of the calling graph, and the node there."""
     found: dict[str, list[tuple[str, Node]]] = defaultdict(list)
     if len(draft.graphs) == 1:

@@ -57,7 +57,7 @@ def write_elementary(draft: Draft, site: Site) -> None:
             continue
         with node.graph.inserting_after(last):
             last = node.graph.call_function(aten.copy_.default, (statistic, made[role]))
-        last.meta = {**_carried(node), **{key: value for key, value in statistic.meta.items() if key == "val"}}
+        last.meta = {**metadata_for(node), **{key: value for key, value in statistic.meta.items() if key == "val"}}
     if not norm.training and isinstance(norm, BatchNorm):
         made |= dict(zip(UPDATED, (norm.running_mean, norm.running_var), strict=True))
     for role, holders in site.outputs.items():
@@ -70,7 +70,7 @@ def write_elementary(draft: Draft, site: Site) -> None:
     node.graph.erase_node(node)
 
 
-def _carried(node: Node) -> dict[str, Any]:
+def metadata_for(node: Node) -> dict[str, Any]:
     """The metadata of a site for the nodes that stand for it, which have values of their own."""
     kept = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
     if "custom" in kept:
@@ -95,7 +95,7 @@ def _inline(site: Site, of: Callable[[Any], dict[str, torch.Tensor]], wanted: se
     copied: dict[Node, Node] = dict(
         zip(graph.find_nodes(op="placeholder"), (getattr(norm, name) for name in names), strict=True)
     )
-    carried = _carried(node)
+    carried = metadata_for(node)
     with node.graph.inserting_before(node):
         for inner in graph.nodes:
             if inner.op == "call_function":

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS, Statistics
+from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS, Mode, Statistics, form_of
 from torch_batchnorm.passes.program import MUTATIONS, input_specs
 from torch_batchnorm.passes.site import Site
 
@@ -115,17 +115,20 @@ def accesses(node: Node) -> tuple[list[Node], list[Node]]:
             if user in seen:
                 continue
             seen.add(user)
-            (writes if _writes(user, alias) else reads).append(user)
+            (writes if writes_to(user, alias) else reads).append(user)
             if user.op == "call_function" and may_alias(user):
                 work.append(user)
     return reads, writes
 
 
-def _writes(user: Node, node: Node) -> bool:
+def writes_to(user: Node, node: Node) -> bool:
     """Whether a call writes to what it is given as a node."""
     if user.target in BY_TARGET:
-        form = BY_TARGET[user.target][0]  # type: ignore[index]
-        return form.statistics is Statistics.IN_PLACE and node in user.args[3:]
+        form = form_of(user.target, user.args, user.kwargs)  # type: ignore[arg-type]
+        given = form.given(user.args, user.kwargs)
+        evaluates = form.mode is Mode.EVAL or given.get("training") is False
+        written = [] if evaluates or form.statistics is not Statistics.IN_PLACE else [*FIELDS[3:5]]
+        return node in [given.get(name) for name in (*written, *form.destinations.values())]
     if not isinstance(user.target, OpOverload):
         return False
     arguments = user.target._schema.arguments

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -136,8 +137,11 @@ class Draft:
         self._unlisted: dict[Node, tuple[OutputKind, str]] = {}
         self._places: dict[str, int | None] = {}  # target of a new mutation -> its place among the mutations
         self._dropped = False  # whether an input or a mutation left the signature
-        self._lost: set[str] = set()  # constants that nothing reads any more
-        self._gained: dict[str, torch.Tensor] = {}
+        self._lost: set[str] = set()  # state that nothing reads any more
+        self._gained: dict[str, torch.Tensor] = {}  # new tensors, some of them under names that were there
+        self._behind: dict[str, list[str]] = defaultdict(list)  # the names of new tensors, by the one they come after
+        self._beside: dict[str, list[InputSpec]] = defaultdict(list)  # new inputs, by the one they come after
+        self._unread: set[str] = set()  # the inputs that go
         self.verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
         self.renamed: dict[str, str] = {}  # nodes that others stand for now, for the signatures of module calls
         self._unchecked = False  # whether the dialect or the signature's mutations changed
@@ -256,6 +260,48 @@ class Draft:
             self._dropped = True
         return node
 
+    def input_target(self, node: Node) -> str | None:
+        """The FQN of the parameter, buffer or constant that a placeholder of the top graph brings in."""
+        spec = self._inputs.get(node.name)
+        return None if spec is None else spec.target
+
+    def hold(self, name: str, tensor: torch.Tensor, beside: str = "") -> None:
+        """The state has this tensor under this name, new or not, from `build` on; a new one right behind another."""
+        self._gained[name] = tensor
+        if beside:
+            self._behind[beside].append(name)
+
+    def add_parameter(self, name: str, target: str, beside: Node) -> Node:
+        """A new parameter, right after another input: its placeholder. `hold` gives it its value."""
+        with beside.graph.inserting_after(beside):
+            node = beside.graph.create_node("placeholder", name, name=name)
+        node.target = node.name
+        spec = InputSpec(InputKind.PARAMETER, TensorArgument(node.name), target)
+        self._inputs[node.name] = spec
+        self._beside[beside.name].append(spec)
+        return node
+
+    def drop_state(self, names: set[str], nodes: Sequence[Node]) -> None:
+        """Takes tensors out of the state, and the nodes that brought them in, which nothing reads, out of the graph."""
+        self._lost |= names
+        self._unread |= {node.name for node in nodes if node.op == "placeholder"}
+        for node in nodes:
+            node.graph.erase_node(node)
+
+    def _list_inputs(self) -> None:
+        """Writes new inputs into the signature, and takes those that went out of it."""
+        if self.signature is None or not (self._beside or self._unread):
+            return
+        specs: list[InputSpec] = []
+        work = list(reversed(self.signature.input_specs))
+        while work:
+            spec = work.pop()
+            name = getattr(spec.arg, "name", "")
+            specs += [] if name in self._unread else [spec]
+            work += self._beside.get(name, ())  # the latest comes first, as in the graph
+        self.signature = ExportGraphSignature(specs, list(self.signature.output_specs))
+        self._dropped = True
+
     def _list_mutations(self) -> None:
         """Writes the new mutations into output node and signature, before what the program returns."""
         if self.signature is None:
@@ -294,6 +340,7 @@ class Draft:
         torch's constructor validates every program, which costs more than the whole pass (it is quadratic in buffers).
         Where the signature is the original's and every name it refers to was kept, there is nothing for it to find.
         """
+        self._list_inputs()
         self._list_mutations()
         built = self._built_inplace(lint) if self.inplace else self._built_copy()
         if (self._unlisted or self._unchecked or self._dropped) and isinstance(built, ExportedProgram):
@@ -301,6 +348,8 @@ class Draft:
         return built
 
     def _built_inplace(self, lint: bool) -> Program:
+        if isinstance(self.program, GraphModule):
+            _keep_attributes(self.program, self._gained, self._lost, shared=False)
         for _, module in self._modules:
             if lint:
                 module.graph.lint()
@@ -309,24 +358,38 @@ class Draft:
             self.program._graph_signature = self.signature  # type: ignore[assignment]
             self.program._verifiers = self.verifiers
             self.program._module_call_graph = self._entries()
-            self._keep_constants(self.program)
+            self._keep_state(self.program)
         return self.program
 
-    def _keep_constants(self, program: ExportedProgram) -> None:
-        for name in self._lost - self._gained.keys():
-            program._constants.pop(name, None)
-        program._constants.update(self._gained)
+    def _keep_state(self, program: ExportedProgram) -> None:
+        """Puts the new tensors into the state, each in its place, and takes out what is lost."""
+        state, constants = program._state_dict, program._constants
+        old, gained = dict(state), self._gained
+        if gained or self._lost:
+            state.clear()
+        for name, tensor in old.items() if gained or self._lost else ():
+            if name in gained or name not in self._lost:
+                state[name] = gained.get(name, tensor)
+            state.update((new, gained[new]) for new in self._behind.get(name, ()))
+        for name in self._lost - gained.keys():
+            constants.pop(name, None)
+        for name, tensor in gained.items():
+            if name not in state:
+                (state if isinstance(tensor, torch.nn.Parameter) else constants)[name] = tensor
 
     def _built_copy(self) -> Program:
         made: dict[int, torch.nn.Module] = {}
         if not isinstance(self.program, ExportedProgram):
             copied: Any = _copy_module(self.top, self._graphs, made)
+            _keep_attributes(copied, self._gained, self._lost, shared=True)
+            _lint(made)
             return copied  # type: ignore[no-any-return]
         holder, graph = torch.nn.Module(), self.graphs[0][1]
         for name in {str(node.target).partition(".")[0] for node in graph.find_nodes(op="get_attr")}:
             value = getattr(self.top, name)
             nested = isinstance(value, torch.nn.Module)
             setattr(holder, name, _copy_module(value, self._graphs, made) if nested else value)
+        _lint(made)
         graph.lint()
         program = copy.copy(self.program)
         program._graph_module = _create_graph_module_for_export(holder, graph)  # type: ignore[no-untyped-call]
@@ -337,7 +400,7 @@ class Draft:
         program._constants = copy.copy(self.program.constants)
         program._range_constraints = copy.copy(self.program.range_constraints)
         program._module_call_graph = self._entries()
-        self._keep_constants(program)
+        self._keep_state(program)
         return program
 
     def _entries(self) -> list[ModuleCallEntry]:
@@ -421,8 +484,53 @@ def _copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn
         new._modules[name] = None if child is None else _copy_module(child, graphs, made)
     if isinstance(new, GraphModule):
         new.graph = graphs[id(module.graph)]  # which compiles it
-        new.graph.lint()
     return new
+
+
+def _lint(made: dict[int, torch.nn.Module]) -> None:
+    for module in made.values():
+        if isinstance(module, GraphModule):
+            module.graph.lint()
+
+
+def _keep_attributes(top: torch.nn.Module, gained: dict[str, torch.Tensor], lost: Iterable[str], shared: bool) -> None:
+    """Puts tensors into a module's attributes by name and takes others out, with the modules that then hold nothing.
+
+    shared: whether its modules may be another program's too; those on the way are then replaced by copies.
+    """
+    owned: dict[int, torch.nn.Module] = {}
+
+    def owner_of(name: str) -> tuple[torch.nn.Module, list[torch.nn.Module], str]:
+        *path, last = name.split(".")
+        owners = [top]
+        for atom in path:
+            child = owners[-1]._modules.get(atom)
+            child = torch.nn.Module() if child is None else child
+            if shared and id(child) not in owned:
+                new = child if isinstance(child, GraphModule) else _shallow(child)
+                owned.update({id(child): new, id(new): new})
+            owners[-1]._modules[atom] = owned[id(child)] if shared else child
+            owners.append(owners[-1]._modules[atom])  # type: ignore[arg-type]
+        return owners[-1], owners, last
+
+    for name, tensor in gained.items():
+        owner, _, last = owner_of(name)
+        held = next((d for d in (owner._parameters, owner._buffers) if last in d), None)
+        if held is None and isinstance(tensor, torch.nn.Parameter):
+            held = owner._parameters
+        if held is None:
+            setattr(owner, last, tensor)
+        else:
+            held[last] = tensor  # type: ignore[assignment]
+    for name in set(lost) - gained.keys():
+        owner, owners, last = owner_of(name)
+        for held in (owner._parameters, owner._buffers, owner.__dict__):
+            held.pop(last, None)
+        atoms = name.split(".")[:-1]
+        while atoms and not any((owners[-1]._parameters, owners[-1]._buffers, owners[-1]._modules)):
+            if isinstance(owners.pop(), GraphModule):
+                break
+            owners[-1]._modules.pop(atoms.pop())
 
 
 def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bool) -> Program:
@@ -442,17 +550,7 @@ def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bo
         for name, value in tensors.items():
             (made._state_dict if name in made._state_dict else made._constants)[name] = value
         return made
-    owned: dict[int, torch.nn.Module] = {}
-    for name, value in tensors.items():
-        *path, last = name.split(".")
-        owner: torch.nn.Module = made
-        for atom in path:
-            child = owner._modules[atom]
-            if child is not None and id(child) not in owned:
-                new = child if isinstance(child, GraphModule) else _shallow(child)
-                owned |= {id(child): new, id(new): new}
-            owner._modules[atom] = owner = owned[id(child)]
-        owner._buffers[last] = value
+    _keep_attributes(made, tensors, (), shared=True)
     return made
 
 

@@ -17,6 +17,8 @@ from torch_batchnorm.errors import InvalidProgram as InvalidProgram
 from torch_batchnorm.passes.consolidation import Consolidate as Consolidate
 from torch_batchnorm.passes.consolidation import consolidate as consolidate
 from torch_batchnorm.passes.exporting import exportable as exportable
+from torch_batchnorm.passes.folding import Fold as Fold
+from torch_batchnorm.passes.folding import fold as fold
 from torch_batchnorm.passes.freezing import Freeze as Freeze
 from torch_batchnorm.passes.freezing import Unfreeze as Unfreeze
 from torch_batchnorm.passes.freezing import freeze as freeze

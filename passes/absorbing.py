@@ -1,0 +1,184 @@
+"""Writes a plan: new weights into the state, layers that read them, and the batch norms out of the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torch_batchnorm.decomps.forms import HALF
+from torch_batchnorm.passes.elementary import in_one_mode, metadata_for
+from torch_batchnorm.passes.planning import Fate, Plan, Target
+from torch_batchnorm.passes.program import Draft
+from torch_batchnorm.passes.state import Constant, State
+from torch_batchnorm.passes.values import val_of
+
+aten = torch.ops.aten
+
+
+class Absorbing:
+    """One plan written into its draft."""
+
+    def __init__(self, draft: Draft, state: State, plan: Plan) -> None:
+        self.draft, self.state, self.plan = draft, state, plan
+
+    def write(self, keep_state: bool) -> None:
+        """Layers first, then what they make superfluous. keep_state: leave what nothing reads in the state."""
+        fates = sorted(self.plan.fates.values(), key=lambda fate: fate.site.node)
+        scaled = {node: node.args.index(source) for fate in fates for node, source in fate.scaled.items()}
+        groups = self.plan.groups()
+        for group in groups:
+            self._group(group)
+        dead = [target.call for group in groups for target in group if target.reader is not None]
+        for node, place in scaled.items():
+            dead.append(self._replace(node, node.args[place]))
+        for fate in fates:
+            dead += self._stand_in(fate)
+        for node in sorted(dead, reverse=True):
+            self.state.prune(node)
+        for fate in fates:
+            self.state.counter(fate.site.norm.running_mean)
+        if not keep_state:
+            self.state.drop()
+
+    def _group(self, group: list[Target]) -> None:
+        """Gives layers that fold alike their weights."""
+        first = group[0]
+        made, bias = self.plan.weights[id(first)]
+        weight = first.weight
+        root: Node | None = None
+        if first.fresh:
+            root = self.state.add(weight, f"{weight.name.rpartition('.')[2]}_folded", made)
+        else:
+            self.state.replace(weight.name, made)
+        calls = {target.call for target in group}
+        held = first.bias
+        view = None
+        if held is not None and not first.fresh and self.state.readers(held.name) <= calls:
+            new = torch.empty_like(held.tensor.detach(), requires_grad=False)
+            view = held.view(new)
+        if held is not None and view is not None and view.numel() == bias.numel():
+            view.copy_(bias.view(view.shape))
+            self.state.replace(held.name, new)
+            added = None
+        elif held is None and not bool(bias.any()):
+            added = None
+        else:
+            leaf = weight.name.rpartition(".")[2]
+            leaf = leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias"
+            val: Any = val_of(first.layer.weight)
+            value = bias.to(val.dtype).to(weight.tensor.device)
+            added = self.state.add(weight, f"{leaf}_folded" if first.fresh else leaf, value)
+        for target in group:
+            self._call(target, root, added)
+
+    def _call(self, target: Target, root: Node | None, bias: Node | None) -> None:
+        """Makes a call read its new weights, a call of its own if something else reads the old one."""
+        call, form = target.call, target.form
+        if target.reader is not None:
+            with call.graph.inserting_after(call):
+                cloned = call.graph.node_copy(call)
+            target.reader.replace_input_with(call, cloned)
+            call = cloned
+        given = form.given(call.args, call.kwargs)
+        changed = {} if root is None else {form.weight: self._chained(target.weight, root, call)}
+        if bias is not None and form.bias is not None:
+            changed[form.bias] = bias
+        if bias is not None and form.bias is None:
+            if form.biased is None:
+                self._added(call, bias)
+            else:
+                call.target, call.kwargs = form.biased, {}
+                call.args = (bias, given[form.input], changed.get(form.weight, given[form.weight]))
+                return
+        _set(call, list(form.defaults), changed)
+
+    def _chained(self, weight: Constant, root: Node, call: Node) -> Node:
+        """What a call reads of a new weight: through the same views and casts as the old one."""
+        for link in weight.chain:
+            with call.graph.inserting_before(call):
+                copied = call.graph.node_copy(link)
+            copied.args = (root, *link.args[1:])
+            root = copied
+        return root
+
+    def _added(self, call: Node, bias: Node) -> None:
+        """Adds a bias to what a call makes, in its last dimension."""
+        with call.graph.inserting_after(call):
+            node = call.graph.call_function(aten.add.Tensor, (call, bias))
+        node.meta = dict(call.meta)
+        call.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
+
+    def _stand_in(self, fate: Fate) -> list[Node]:
+        """Puts what stands for a site in its place; returns what is dead then."""
+        site, reach = fate.site, self.plan.reach(fate.site)
+        source = site.form.given(site.node.args, site.node.kwargs)["input"]
+        stands = source if fate.affine is None else self._alone(fate, source)
+        if fate.copied:
+            want = val_of(reach.ends[0])
+            stands = self._new(site.node, aten.clone.default, (stands,), {"memory_format": torch.contiguous_format})
+            stands.meta["val"] = want
+        for end in reach.ends:
+            self._replace(end, stands)
+        return [*reach.tail, *(holder for holders in site.outputs.values() for holder in holders), site.node]
+
+    def _replace(self, node: Node, stands: Any) -> Node:
+        node.replace_all_uses_with(stands)
+        self.draft.renamed[node.name] = stands.name
+        return node
+
+    def _alone(self, fate: Fate, source: Node) -> Node:
+        """One multiply-add, or one convolution, that computes what a site did: its last node."""
+        site, affine = fate.site, fate.affine
+        assert affine is not None
+        mean, val = self.state.constant(site.norm.running_mean), val_of(source)
+        assert isinstance(mean, Constant)
+        assert val is not None
+        channels, spatial = affine.scale.numel(), val.ndim - 2
+        folded = self.plan.convolves(fate)
+        half = val.dtype in HALF and not folded
+        dtype = torch.float32 if half else val.dtype
+        shape = (channels, 1, *[1] * spatial) if folded else (channels,)
+        device = mean.tensor.device
+        scale, shift = (
+            self.state.add(mean, leaf, tensor.to(dtype).view(to).to(device), True)
+            for leaf, tensor, to in (("scale", affine.scale, shape), ("shift", affine.shift, (channels,)))
+        )
+        if folded:
+            ones, zeros = [1] * spatial, [0] * spatial
+            args = (source, scale, shift, ones, zeros, ones, False, zeros, channels)
+            return self._new(site.node, aten.convolution.default, args)
+        wide = self._new(site.node, aten._to_copy.default, (source,), {"dtype": dtype}) if half else source
+        if spatial:
+            along = [channels, *[1] * spatial]
+            scale, shift = (self._new(site.node, aten.view.default, (t, along)) for t in (scale, shift))
+        scaled = self._new(site.node, aten.mul.Tensor, (wide, scale))
+        made = self._new(site.node, aten.add.Tensor, (scaled, shift))
+        return self._new(site.node, aten._to_copy.default, (made,), {"dtype": val.dtype}) if half else made
+
+    def _new(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
+        """A call ahead of a node that it stands for, with its metadata and the value that it makes."""
+        name = target.overloadpacket.__name__
+        with node.graph.inserting_before(node):
+            made = node.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        operands = made.all_input_nodes
+        values = dict(zip(operands, in_one_mode([val_of(operand) for operand in operands]), strict=True))
+        read = [values.get(a, a) if isinstance(a, Node) else a for a in args]
+        with torch.no_grad():
+            made.meta = {**metadata_for(node), "val": target(*read, **(kwargs or {}))}
+        return made
+
+
+def _set(call: Node, names: list[str], changed: dict[str, Node]) -> None:
+    """Gives a call other operands, by position where it has them by position."""
+    args, kwargs = list(call.args), dict(call.kwargs)
+    for name, operand in changed.items():
+        place = names.index(name)
+        if place < len(args):
+            args[place] = operand
+        elif place == len(args) and name not in kwargs:
+            args.append(operand)
+        else:
+            kwargs[name] = operand
+    call.args, call.kwargs = tuple(args), kwargs

@@ -1,0 +1,165 @@
+"""Channels through a graph: which channel of a batch norm is which entry of a tensor before or behind it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from torch_batchnorm.passes.state import State
+from torch_batchnorm.passes.values import val_of
+
+aten = torch.ops.aten
+
+_MOVES = {aten.permute.default, aten.transpose.int, aten.t.default}
+# These reshape, or do nothing at all: entries stay in their order.
+_ORDERED = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+_DROPOUTS = {aten.dropout.default, aten.feature_dropout.default}
+_SCALINGS = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+}
+
+
+def moved(node: Node) -> Node | None:
+    """The operand whose entries a node hands on, each one as it is, None for any other node."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or val_of(source) is None or val_of(node) is None:
+        return None
+    if node.target in _DROPOUTS:
+        return source if len(node.args) > 2 and node.args[2] is False else None
+    return source if node.target in _MOVES or node.target in _ORDERED else None
+
+
+def upstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] | None:
+    """Where the channels along an axis of a moved tensor lie in its operand: the axis there, and the channel of each
+    entry along it. None when no one axis tells them apart.
+    """
+    source, moves = val_of(node.args[0]), _axes(node)
+    assert source is not None
+    if moves is not None:
+        return moves[axis], torch.arange(channels)
+    return _aligned(val_of(node), axis, channels, source)
+
+
+def downstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] | None:
+    """As `upstream`, from the operand to the moved tensor."""
+    source, moves = val_of(node.args[0]), _axes(node)
+    if moves is not None:
+        return moves.index(axis), torch.arange(channels)
+    return _aligned(source, axis, channels, val_of(node))
+
+
+def _axes(node: Node) -> list[int] | None:
+    """For each axis of a permuted tensor the one of its operand, None for what keeps the order of the entries."""
+    if node.target not in _MOVES:
+        return None
+    ndim = node.meta["val"].ndim
+    axes: list[int] = list(range(ndim))
+    if node.target is aten.permute.default:
+        return [d % ndim for d in node.args[1]]  # type: ignore[union-attr]
+    if node.target is aten.t.default:
+        return axes[::-1]
+    a, b = (d % ndim for d in node.args[1:3])
+    axes[a], axes[b] = axes[b], axes[a]
+    return axes
+
+
+def _aligned(have: Any, axis: int, channels: int, want: Any) -> tuple[int, torch.Tensor] | None:
+    """The axis of `want`, the same entries in another shape, along which the channels of `have` lie.
+
+    An entry's channel is (place // entries to the right of the axis) % channels; along an axis of `want` with fewer
+    entries to its right that is known when the axis covers whole rounds of the channels.
+    """
+    inner = have.shape[axis + 1 :]
+    for at in reversed(range(want.ndim)):
+        size = want.shape[at]
+        repeat = _quotient(inner, want.shape[at + 1 :])
+        if type(size) is int and repeat is not None and size and size % (repeat * channels) == 0:
+            return at, torch.arange(size) // repeat % channels
+    return None
+
+
+def _quotient(many: Any, few: Any) -> int | None:
+    """How many times the product of some sizes is that of others, None when that is no whole number or not known."""
+    if all(type(size) is int for size in (*many, *few)):
+        whole, part = _product(many), _product(few)
+        return None if part == 0 or whole % part or whole == 0 else whole // part
+    return 1 if statically_known_true(_product(many) == _product(few)) else None
+
+
+def _product(sizes: Any) -> Any:
+    found: Any = 1
+    for size in sizes:
+        found = operator.mul(found, size)
+    return found
+
+
+def same_sizes(a: Any, b: Any) -> bool:
+    """Whether two shapes, or strides, are known to be equal, without a guard on what is dynamic."""
+    if len(a) != len(b):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(x == y if type(x) is type(y) is int else statically_known_true(x == y) for x, y in pairs)
+
+
+def scaling(state: State, node: Node, value: Node, axis: int, channels: int) -> tuple[Any, Any] | None:
+    """The scale and the shift, [C] in float64, that a node applies to a value channel by channel, else None."""
+    kind = _SCALINGS.get(node.target)  # type: ignore[call-overload]
+    before, after = val_of(value), val_of(node)
+    if kind is None or len(node.args) != 2 or before is None or after is None:
+        return None
+    if before.dtype != after.dtype or not same_sizes(before.shape, after.shape):
+        return None
+    left = node.args[0] is value
+    other: Any = node.args[1 if left else 0]
+    rate: Any = node.kwargs.get("alpha", 1)
+    if node.args[0] is node.args[1] or (node.kwargs.keys() - {"alpha"}) or type(rate) not in (int, float):
+        return None
+    number = _channelwise(state, other, before.ndim - 1 - axis, channels)
+    if number is None or (kind == "div" and not left):
+        return None
+    one = torch.ones(channels, dtype=torch.float64)
+    if kind in ("mul", "div"):
+        return (number if kind == "mul" else one / number), 0 * one
+    sign = 1 if kind == "add" else -1
+    return (one, sign * rate * number) if left else (sign * rate * one, number)
+
+
+def _channelwise(state: State, other: Any, axis: int, channels: int) -> torch.Tensor | None:
+    """A number, or a constant of one value a channel, as [C] in float64. The axis counts from the right."""
+    if type(other) in (int, float):
+        return torch.full((channels,), float(other), dtype=torch.float64)
+    val = val_of(other)
+    if val is None or any(type(size) is not int for size in val.shape) or val.is_complex():
+        return None
+    wide = [(val.ndim - 1 - i, size) for i, size in enumerate(val.shape) if size != 1]
+    if wide not in ([], [(axis, channels)]):
+        return None
+    constant = state.constant(other)
+    if isinstance(constant, str):
+        return None
+    return constant.value().detach().to("cpu", torch.float64).reshape(-1).expand(channels)

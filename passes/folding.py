@@ -1,0 +1,124 @@
+"""Fold: batch norms in eval go into the weights of the convolutions and linear maps beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_batchnorm.decomps.affine import LIMITS
+from torch_batchnorm.errors import InvalidChoice
+from torch_batchnorm.passes.absorbing import Absorbing
+from torch_batchnorm.passes.planning import Options, Plan
+from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
+from torch_batchnorm.passes.site import Site, find_nodes, find_sites
+from torch_batchnorm.passes.state import State, quantization
+from torch_batchnorm.passes.values import val_of
+
+ALONE = ("leave", "multiply_add", "depthwise")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Folds every batch norm in eval into the layer that makes its input, else into those that read its output.
+
+    clone_calls: a layer whose output something else reads too is called once more, with weights of its own.
+    clone_weights: a weight that several calls read is copied, once for each distinct fold. alone: what becomes of a
+    batch norm without such a layer: "leave" it, "multiply_add", or "depthwise" for a 1x1 depthwise convolution (inputs
+    of rank 3 to 5, else a multiply-add). force: fold also where rounding loses more than the limit, see below.
+    keep_state: leave parameters, buffers and counters that nothing reads any more in the state. float32_above: weights
+    of more elements are multiplied in float32 instead of float64, None for none. inplace: edit the given program.
+
+    The new weights are computed in float64 on the CPU and cast once to the dtype of the old ones, whose names they
+    take; a bias that was not there is called `bias` beside its weight. The outputs then differ by rounding alone, by no
+    more than u * (1 + |running_mean - bias| / sqrt(running_var + eps)) standard deviations of a channel, u the unit
+    roundoff of the weight's dtype. Above 1e-9 (float64), 1e-3 (float32), 2**-5 (float16) or 2**-4 (bfloat16) a site
+    is declined.
+    Folding is for inference: what an optimizer would do to the weights is not the same.
+    """
+
+    clone_calls: bool = False
+    clone_weights: bool = False
+    alone: str = "leave"
+    force: bool = False
+    keep_state: bool = False
+    float32_above: int | None = None
+    inplace: bool = False
+
+    def __call__(self, program: Program) -> Result:
+        """Folds in an ExportedProgram or a GraphModule, nested graphs included.
+
+        Raises: InvalidChoice for an unknown `alone` or a `float32_above` that is no number of elements, InvalidProgram
+        for anything else than a program.
+        """
+        if self.alone not in ALONE:
+            raise InvalidChoice(f"found alone={self.alone!r}, expected one of {', '.join(ALONE)}")
+        if self.float32_above is not None and (type(self.float32_above) is not int or self.float32_above < 0):
+            raise InvalidChoice(f"found float32_above={self.float32_above!r}, expected a number of elements or None")
+        if not find_nodes(graphs_of(program)):
+            return Result(program)
+        draft = Draft(program, self.inplace)
+        state = State(draft)
+        sites = list(find_sites(draft.graphs))
+        trains = any(site.tracks and site.norm.training is not False for site in sites)
+        refused = {site.node: why for site in sites if (why := self._obstacle(site, trains))}
+        options = Options(self.clone_calls, self.clone_weights, self.alone, self.force, self.float32_above)
+        plan = Plan(draft, state, [site for site in sites if site.node not in refused], options)
+        refused |= plan.refused
+        declined = [Declined(s.name, s.module, s.form.name, refused[s.node]) for s in sites if s.node in refused]
+        edits = [Edit(s.name, s.module, s.form.name, plan.told(s)) for s in sites if s.node not in refused]
+        if edits:
+            Absorbing(draft, state, plan).write(self.keep_state)
+        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+
+    def _obstacle(self, site: Site, trains: bool) -> str:
+        """Why a site is no constant scale and shift, empty when it may be one."""
+        norm = site.norm
+        if site.problem or norm is None:
+            return site.problem
+        if norm.training:
+            known = norm.running_mean is not None
+            return (
+                "it normalises with its batch's statistics" + (": switch the program to eval first" if known else "")
+                if known
+                else "it has no running statistics: its batch's are its meaning"
+            )
+        if trains and not self.force:
+            return "it is frozen in a program that trains, and folding changes what weights learn: switch to eval first"
+        if norm.out:
+            return f"{site.form.name} writes to its out arguments"
+        used = [role for role in site.outputs if role != "out" and site.used(role)]
+        if used:
+            return f"its {', '.join(used)} {'is' if len(used) == 1 else 'are'} in use"
+        if not site.used("out"):
+            return "nothing reads its output"
+        val = val_of(norm.input)
+        if val is None or any(val_of(head) is None for head in site.outputs["out"]):
+            return "the graph keeps no shapes (no val): trace it with fake tensors"
+        if type(val.shape[1]) is not int or not val.shape[1]:
+            return f"its input has {val.shape[1]} channels, expected a known number"
+        if val.dtype not in LIMITS:
+            return f"its input is {val.dtype}, expected one of {', '.join(map(str, LIMITS))}"
+        return quantization(norm.input)
+
+
+def fold(
+    program: Any,
+    *,
+    clone_calls: bool = False,
+    clone_weights: bool = False,
+    alone: str = "leave",
+    force: bool = False,
+    keep_state: bool = False,
+    float32_above: int | None = None,
+    inplace: bool = False,
+) -> Any:
+    """Returns the program with its batch norms folded into the layers beside them; arguments as `Fold`.
+
+    Raises: InvalidChoice, InvalidProgram, as `Fold` does.
+
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1, bias=False), torch.nn.BatchNorm2d(4)).eval()
+    >>> list(fold(torch.export.export(net, (torch.randn(2, 3, 5, 5),))).state_dict)
+    ['0.weight', '0.bias']
+    """
+    options = (clone_calls, clone_weights, alone, force, keep_state, float32_above)
+    return Fold(*options, inplace=inplace)(program).program

@@ -1,0 +1,553 @@
+"""Which batch norm goes into which layer: planned on the graph as it is, so that a site can be declined at no cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from torch_batchnorm.decomps.affine import LIMITS, Affine, bias_of, write_folded
+from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS, HALF
+from torch_batchnorm.decomps.layers import LAYER_BY_TARGET, Layer, LayerForm
+from torch_batchnorm.passes.channels import downstream, moved, same_sizes, scaling, upstream
+from torch_batchnorm.passes.mutation import accesses
+from torch_batchnorm.passes.program import Draft
+from torch_batchnorm.passes.site import Site
+from torch_batchnorm.passes.state import Constant, State, quantization, runs_graphs
+from torch_batchnorm.passes.values import val_of
+
+aten = torch.ops.aten
+
+_CONCATS = {aten.cat.default, aten.concat.default, aten.concatenate.default}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `Fold` was asked for."""
+
+    clone_calls: bool
+    clone_weights: bool
+    alone: str
+    force: bool
+    float32_above: int | None
+
+
+@dataclass(eq=False)
+class Target:
+    """A call of a layer that batch norms go into.
+
+    reader: None, or who gets a call of its own. intos, outs: the sites ahead of it and behind it, from the first to the
+    last, each with its affine in the channels of the layer. fresh: whether its weights are new ones beside the old.
+    made: the new weight, like the tensor in the state, and the new bias, [out].
+    """
+
+    call: Node
+    reader: Node | None
+    form: LayerForm
+    layer: Layer
+    weight: Constant
+    bias: Constant | None
+    intos: list[tuple[Site, Affine]] = field(default_factory=list)
+    outs: list[tuple[Site, Affine]] = field(default_factory=list)
+    fresh: bool = False
+
+    @property
+    def into(self) -> Affine | None:
+        """All that happens to its input."""
+        return _composed(self.intos)
+
+    @property
+    def out(self) -> Affine | None:
+        """All that happens to its output."""
+        return _composed(self.outs)
+
+    @property
+    def sites(self) -> list[Site]:
+        return [site for site, _ in (*self.intos, *self.outs)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The coarser of what its weight and its output are held in."""
+        vals = (val_of(self.call), val_of(self.layer.weight))
+        return max((val.dtype for val in vals if val is not None), key=lambda dtype: torch.finfo(dtype).eps)
+
+    def same(self, other: Target) -> bool:
+        """Whether it gets the same weights, from tensors that are the same."""
+        ours, theirs = (self.into, self.out), (other.into, other.out)
+        alike = all(a.same(b) if a and b else a is b for a, b in zip(ours, theirs, strict=True))
+        named = [t.bias.name if t.bias else "" for t in (self, other)]
+        return alike and named[0] == named[1] and self.layer.groups == other.layer.groups
+
+
+def _composed(sites: list[tuple[Site, Affine]]) -> Affine | None:
+    found: Affine | None = None
+    for _, affine in sites:
+        found = affine if found is None else found.then(affine)
+    return found
+
+
+@dataclass(eq=False)
+class Fate:
+    """What becomes of a site: direction "up", "down" or "alone"; the layers.
+
+    scaled: the constant scales and shifts on the way up, which go too, each with what it scaled. copied: whether what
+    stands for the site has to be copied, to lie in memory as its output. affine: what is left to be computed, alone.
+    """
+
+    site: Site
+    direction: str
+    targets: list[Target]
+    scaled: dict[Node, Node]
+    copied: bool
+    affine: Affine | None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A site with the scales and shifts behind it: what they compute, the nodes between, and those that hold it."""
+
+    affine: Affine
+    tail: tuple[Node, ...]
+    ends: tuple[Node, ...]
+
+
+class Plan:
+    """Every site with its fate, or the reason why it has none in `refused`."""
+
+    def __init__(self, draft: Draft, state: State, sites: list[Site], options: Options) -> None:
+        self.draft, self.state, self.sites, self.options = draft, state, sites, options
+        self.blocked: dict[tuple[Node, str], str] = {}  # what turned out, by site and direction
+        self._reaches = {site.node: self._reach(site) for site in sites}
+        while True:
+            self.targets: dict[tuple[Node, Node | None], Target] = {}
+            self.gone: dict[Node, tuple[Node, Node]] = {}
+            self.fates: dict[Node, Fate] = {}
+            self.refused: dict[Node, str] = {}
+            self._decide()
+            found = dict(self._conflicts())
+            if not found:
+                break
+            self.blocked |= found
+
+    def reach(self, site: Site) -> Reach:
+        """What is known of a site that has a fate."""
+        reach: Any = self._reaches[site.node]
+        return reach  # type: ignore[no-any-return]
+
+    # What is decided, from the first site to the last, and then back.
+
+    def _decide(self) -> None:
+        why: dict[Node, list[str]] = {site.node: [] for site in self.sites}
+        reached = [site for site in self.sites if isinstance(self._reaches[site.node], Reach)]
+        for direction, sites in (("up", reached), ("down", reached[::-1]), ("alone", reached)):
+            for site in sites:
+                if site.node not in self.fates:
+                    reason = self.blocked.get((site.node, direction)) or self._settle(site, direction)
+                    why[site.node] += [reason] if reason else []
+        for site in self.sites:
+            reach = self._reaches[site.node]
+            if site.node not in self.fates:
+                self.refused[site.node] = reach if isinstance(reach, str) else "; ".join(dict.fromkeys(why[site.node]))
+
+    def _settle(self, site: Site, direction: str) -> str:
+        """Decides a site's fate, or says why it cannot be this one."""
+        reach: Any = self._reaches[site.node]
+        source, copied = site.norm.input, self._layout(site, reach)
+        if isinstance(copied, str):
+            return copied
+        fate = Fate(site, direction, [], {}, copied, reach.affine if direction == "alone" else None)
+        if direction == "alone":
+            return self._alone(fate)
+        if direction == "up":
+            found = self._up(source, site.node, reach.affine, 1, fate)
+        else:
+            found = self._written(source) or self._down(reach.ends, reach.affine, 1)
+        if isinstance(found, str):
+            return found
+        for target, affine in found:
+            target = self.targets.setdefault((target.call, target.reader), target)
+            fate.targets.append(target)
+            if direction == "up":
+                target.outs.append((site, affine))
+            else:
+                target.intos.insert(0, (site, affine))
+        self._settled(fate)
+        return ""
+
+    def _settled(self, fate: Fate) -> None:
+        """Notes a fate, and what stands for the nodes that go: another one, and who read that."""
+        site, nodes = fate.site, (*self.reach(fate.site).tail, *fate.site.outputs["out"])
+        self.fates[site.node] = fate
+        self.gone |= {node: (source, node) for node, source in fate.scaled.items()}
+        self.gone |= dict.fromkeys(nodes, (site.norm.input, site.node))
+
+    def _reach(self, site: Site) -> Reach | str:
+        """The site's affine and those of the scales and shifts behind it, or why it has none."""
+        values: dict[str, Any] = {}
+        for name in FIELDS[1:5]:
+            operand = getattr(site.norm, name)
+            constant = None if operand is None else self.state.constant(operand)
+            if isinstance(constant, str):
+                return constant
+            values[name] = None if constant is None else constant.value()
+        affine = Affine.of(replace(site.norm, **values))
+        if not affine.finite:
+            return "its statistics, weight or bias are not finite, or running_var + eps is not positive"
+        tail: list[Node] = []
+        ends = tuple(head for head in site.outputs["out"] if head.users)
+        channels = affine.scale.numel()
+        while len(ends) == 1 and len(ends[0].users) == 1:
+            (reader,) = ends[0].users
+            step = scaling(self.state, reader, ends[0], 1, channels)
+            if step is None or not reader.users or not affine.after(*step).finite:
+                break
+            affine, ends = affine.after(*step), (reader,)
+            tail.append(reader)
+        return Reach(affine, tuple(tail), ends)
+
+    def _layout(self, site: Site, reach: Reach) -> bool | str:
+        """Whether what stands for the site has to be copied to lie in memory as its output, or that no copy does."""
+        have: Any = val_of(site.norm.input)
+        want: Any = val_of(reach.ends[0])
+        if same_sizes(have.stride(), want.stride()):
+            return False
+        dense = 1
+        for size, stride in zip(reversed(want.shape), reversed(want.stride()), strict=True):
+            if not same_sizes((stride,), (dense,)):
+                return f"its output has strides {tuple(want.stride())} and its input {tuple(have.stride())}"
+            dense = dense * size
+        return True
+
+    # Up: into what makes the input.
+
+    def _up(
+        self, value: Node, reader: Node, affine: Affine, axis: int, fate: Fate
+    ) -> list[tuple[Target, Affine]] | str:
+        """The layers that make a value, each with its part of the affine, or why it is not made by layers alone."""
+        while True:
+            others = [user for user in value.users if user is not reader]
+            source = self._scaled_source(value, affine, axis)
+            known = value in self.gone or moved(value) is not None or value.target in _CONCATS or source is not None
+            if value.target in LAYER_BY_TARGET:
+                if others and not self.options.clone_calls:
+                    return f"{value.name} is read by {_listed(others)} too (clone_calls=True calls it once more)"
+                return self._behind(value, reader if others else None, affine, axis)
+            if not known:
+                return _foreign(value)
+            if others:
+                return f"{value.name} is read by {_listed(others)} too"
+            if value in self.gone:
+                value, reader = self.gone[value]
+            elif moved(value) is not None:
+                found = upstream(value, axis, affine.scale.numel())
+                if found is None:
+                    return f"{value.name} ({value.target}) mixes its channels with other dimensions"
+                axis, affine = found[0], affine.take(found[1])
+                value, reader = value.args[0], value  # type: ignore[assignment]
+            elif value.target in _CONCATS:
+                return self._branches(value, affine, axis, fate)
+            else:
+                affine = affine.behind(*self._scaled(value, source, affine, axis))
+                fate.scaled[value] = source  # type: ignore[assignment]
+                value, reader = source, value  # type: ignore[assignment]
+                if not affine.finite:
+                    return f"with {reader.name} before it, its scale is not finite"
+
+    def _scaled_source(self, value: Node, affine: Affine, axis: int) -> Node | None:
+        """What a value is a constant scale and shift of."""
+        return next((n for n in value.all_input_nodes if self._scaled(value, n, affine, axis)), None)
+
+    def _scaled(self, node: Node, source: Any, affine: Affine, axis: int) -> Any:
+        return scaling(self.state, node, source, axis, affine.scale.numel())
+
+    def _branches(self, concat: Node, affine: Affine, axis: int, fate: Fate) -> list[tuple[Target, Affine]] | str:
+        """Every tensor of a concatenation along the channels takes its part."""
+        tensors: Any = concat.args[0]
+        vals = [val_of(tensor) for tensor in tensors]
+        dim = concat.args[1] if len(concat.args) > 1 else concat.kwargs.get("dim", 0)
+        known = [val for val in vals if val is not None]
+        if len(known) < len(vals) or dim % known[0].ndim != axis or len(set(tensors)) < len(tensors):  # type: ignore[operator]
+            return f"{concat.name} does not concatenate different tensors along its channels"
+        sizes = [val.shape[axis] for val in known]
+        if any(type(size) is not int for size in sizes):
+            return f"{concat.name} concatenates numbers of channels that are not known"
+        found: list[tuple[Target, Affine]] = []
+        begin = 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            part = self._up(tensor, concat, affine.take(slice(begin, begin + size)), axis, fate)
+            if isinstance(part, str):
+                return f"of {concat.name}, {part}"
+            found += part
+            begin += size
+        return found
+
+    def _behind(self, call: Node, reader: Node | None, affine: Affine, axis: int) -> list[tuple[Target, Affine]] | str:
+        """A layer takes in what comes behind it."""
+        target = self.targets.get((call, reader)) or self._target(call, reader)
+        if isinstance(target, str):
+            return target
+        if axis != _axis(target, call) or affine.scale.numel() != _width(target, out=True):
+            return f"its channels are not those that {call.name} ({call.target}) makes"
+        return [(target, affine)]
+
+    def _target(self, call: Node, reader: Node | None) -> Target | str:
+        """A layer whose weights are known, or why they are not."""
+        form = LAYER_BY_TARGET[call.target]
+        operands = form.given(call.args, call.kwargs)
+        weight, val = operands[form.weight], val_of(operands[form.weight])
+        named = f"{call.name} ({call.target})"
+        if not isinstance(weight, Node) or val is None or val_of(call) is None:
+            return f"the graph keeps no shapes (no val) for {named}: trace it with fake tensors"
+        if val.dtype not in LIMITS:
+            return f"the weight of {named} is {val.dtype}, expected one of {', '.join(map(str, LIMITS))}"
+        if (val.ndim == 2) is form.kernel or val.ndim < 2:
+            return f"the weight of {named} has {val.ndim} dimensions"
+        if not form.plain(call.args, call.kwargs):
+            return f"{named} scales its product or its bias (alpha, beta)"
+        layer = form.read(call.args, call.kwargs, tuple(val.shape[2:]))
+        found, bias = self.state.constant(weight), None if layer.bias is None else self.state.constant(layer.bias)
+        if isinstance(found, str) or isinstance(bias, str):
+            return found if isinstance(found, str) else str(bias)
+        if type(layer.groups) is not int or found.view(found.tensor.detach()) is None:
+            return f"the weight of {named} is a copy of {found.name} in another layout"
+        if found.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
+            return f"{found.name} is {found.tensor.dtype}, expected one of {', '.join(map(str, LIMITS))}"
+        target = Target(call, reader, form, layer, found, bias)
+        if bias is not None and bias.value().numel() != _width(target, out=True):
+            return f"the bias of {named} has {bias.value().numel()} elements, expected {_width(target, out=True)}"
+        return target
+
+    # Down: into what reads the output.
+
+    def _down(self, ends: Iterable[Node], affine: Affine, axis: int) -> list[tuple[Target, Affine]] | str:
+        """The layers that read a value, each with the affine in its channels, or why it is not read by layers alone."""
+        found: list[tuple[Target, Affine]] = []
+        for value, user in ((end, user) for end in ends for user in end.users):
+            fate = self.fates.get(user)
+            if user.target in LAYER_BY_TARGET:
+                part = self._ahead(user, value, affine, axis)
+            elif fate is not None and fate.direction == "down":
+                reach: Any = self._reaches[user]
+                part = self._down(reach.ends, affine, axis)
+            elif moved(user) is not None:
+                place = downstream(user, axis, affine.scale.numel())
+                if place is None:
+                    return f"{user.name} ({user.target}) mixes its channels with other dimensions"
+                part = self._down([user], affine.take(place[1]), place[0])
+            else:
+                part = f"its output is read by {user.name} ({user.target}), which is no convolution or linear map"
+            if isinstance(part, str):
+                return part
+            found += part
+        return found or "its output is returned as it is"
+
+    def _ahead(self, call: Node, value: Node, affine: Affine, axis: int) -> list[tuple[Target, Affine]] | str:
+        """A layer takes in what comes ahead of it."""
+        target = self.targets.get((call, None)) or self._target(call, None)
+        if isinstance(target, str):
+            return target
+        if target.layer.input is not value or any(key[0] is call and key[1] for key in self.targets):
+            return f"its output is more than the input of {call.name}"
+        if axis != _axis(target, value) or affine.scale.numel() != _width(target, out=False):
+            return f"its channels are not those that {call.name} ({call.target}) reads"
+        if not target.layer.uniform and bool(affine.shift.any()):
+            return (
+                f"{call.name} ({call.target}) pads with zeros, or spreads its input out, and so sees its shift unevenly"
+            )
+        return [(target, affine)]
+
+    def _written(self, value: Node) -> str:
+        """Why a value may be another one by the time that a later call reads it."""
+        if self.draft.functional:
+            return ""
+        reads, writes = accesses(value)
+        written = writes + [node for node in reads if runs_graphs(node)]
+        return f"{value.name} may be written to by {_listed(written)}" if written else ""
+
+    # Alone: on its own.
+
+    def _alone(self, fate: Fate) -> str:
+        site, affine = fate.site, fate.affine
+        assert affine is not None
+        if self.options.alone == "leave":
+            return ""
+        source = site.norm.input
+        first = self.gone.get(source) if len(source.users) == 1 else None
+        before = None if first is None else self.fates.get(first[1])
+        val: Any = val_of(source)
+        compute = torch.float32 if val.dtype in HALF and not self.convolves(fate) else val.dtype
+        lost = affine.lost(torch.zeros(()), compute)
+        if not self.options.force and not lost <= LIMITS[compute]:
+            return _lossy(lost, compute)
+        self._settled(fate)
+        if before is not None and before.direction == "alone":
+            before.affine = before.affine.then(affine)  # type: ignore[union-attr]
+            fate.affine = None
+        return ""
+
+    def convolves(self, fate: Fate) -> bool:
+        """Whether a site alone becomes a convolution."""
+        val = val_of(fate.site.norm.input)
+        return self.options.alone == "depthwise" and val is not None and 3 <= val.ndim <= 5
+
+    # What only shows when all is decided.
+
+    def _conflicts(self) -> Iterator[tuple[tuple[Node, str], str]]:
+        """Sites and directions that do not work after all."""
+        blocked: dict[int, str] = {}
+        for targets in self._by_memory():
+            for target in targets:
+                yield from self._losses(target)
+            for target, reason in self._sharing(targets):
+                blocked[id(target)] = reason
+                yield from _each(target, reason)
+        self.weights: dict[int, tuple[Tensor, Tensor]] = {}
+        for group in self.groups():
+            if id(group[0]) not in blocked:
+                made = self._computed(group[0])
+                if isinstance(made, str):
+                    yield from (pair for target in group for pair in _each(target, made))
+                else:
+                    self.weights |= {id(target): made for target in group}
+
+    def _by_memory(self) -> list[list[Target]]:
+        """The layers that read the same weight."""
+        found: dict[int, list[Target]] = {}
+        for target in self.targets.values():
+            found.setdefault(target.weight.tensor.untyped_storage()._cdata, []).append(target)
+        return list(found.values())
+
+    def groups(self) -> list[list[Target]]:
+        """The layers that get the same new weights."""
+        found: list[list[Target]] = []
+        for targets in self._by_memory():
+            alike: list[list[Target]] = []
+            for target in targets:
+                group = next((g for g in alike if g[0].fresh is target.fresh and g[0].same(target)), None)
+                if group is None:
+                    alike.append([target])
+                else:
+                    group.append(target)
+            found += alike
+        return found
+
+    def _losses(self, target: Target) -> Iterator[tuple[tuple[Node, str], str]]:
+        """The sites that rounding makes too much of in this layer."""
+        if self.options.force:
+            return
+        dtype = target.dtype
+        for site, affine in target.intos:
+            lost = affine.lost(torch.zeros(()), dtype)
+            if not lost <= LIMITS[dtype]:
+                yield (site.node, "down"), _lossy(lost, dtype)
+        bias = self._bias(target)
+        for site, affine in target.outs:
+            lost = affine.lost(bias, dtype)
+            if not lost <= LIMITS[dtype]:
+                yield (site.node, "up"), _lossy(lost, dtype)
+            bias = bias * affine.scale + affine.shift
+
+    def _bias(self, target: Target) -> Tensor:
+        weight, bias = target.weight.view(target.weight.tensor.detach()), target.bias
+        assert weight is not None
+        return bias_of(target.layer, weight, None if bias is None else bias.value(), target.into)
+
+    def _sharing(self, targets: list[Target]) -> Iterator[tuple[Target, str]]:
+        """The layers whose weight is somebody else's too, unless they may have copies, which are noted."""
+        own = [target for target in targets if target.reader is None]
+        for target in targets:
+            target.fresh = target.reader is not None
+        if not own:
+            return
+        name = own[0].weight.name
+        others = self.state.readers(name) - {target.call for target in own}
+        alike = all(own[0].same(target) for target in own)
+        if not others and alike:
+            return
+        if self.options.clone_weights:
+            for target in own:
+                target.fresh = True
+            return
+        calls = _listed(others or [target.call for target in own])
+        how = "is read by" if others else "would differ between"
+        for target in own:
+            yield target, f"{name} {how} {calls}{' too' if others else ''} (clone_weights=True copies it)"
+
+    def _computed(self, target: Target) -> tuple[Tensor, Tensor] | str:
+        """The new weight and the new bias, or why they cannot be held in the weight's dtype."""
+        old, out = target.weight.tensor, target.out
+        made = torch.empty_like(old.detach(), requires_grad=False)
+        view: Any = target.weight.view(made)
+        read: Any = target.weight.view(old.detach())
+        above = self.options.float32_above
+        dtype = torch.float32 if above is not None and old.numel() > above else torch.float64
+        write_folded(target.layer, read, view, target.into, out, dtype)
+        bias = self._bias(target)
+        bias = bias if out is None else bias * out.scale + out.shift
+        held = bias.to(target.dtype)
+        if not bool(made.sum(dtype=torch.float32).isfinite() & held.sum().isfinite()):
+            finite = made.isfinite().all() & held.isfinite().all()
+            if not finite and bool(old.isfinite().all()):
+                return f"its scale takes {target.weight.name} out of the range of {old.dtype}"
+        if old.dtype in HALF and not self.options.force:
+            exact = torch.empty_like(made, dtype=torch.float64)
+            precise: Any = target.weight.view(exact)
+            write_folded(target.layer, read, precise, target.into, out, dtype)
+            error, size = (
+                target.layer.grouped(target.weight.view(t)).flatten(2).abs().sum(2)  # type: ignore[arg-type]
+                for t in (exact - made.double(), exact)
+            )
+            lost = float((error / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
+            if not lost <= LIMITS[old.dtype]:
+                return f"its scale takes {target.weight.name} below the range of {old.dtype}"
+        return made, bias
+
+    def told(self, site: Site) -> str:
+        """What became of a site, for its edit."""
+        fate = self.fates[site.node]
+        if fate.direction == "alone":
+            return "a 1x1 depthwise convolution" if self.convolves(fate) else "a multiply-add"
+        calls = [f"{t.call.name} ({t.call.target})" for t in fate.targets]
+        return "folded into " + ", ".join(calls)
+
+
+def _each(target: Target, reason: str) -> Iterator[tuple[tuple[Node, str], str]]:
+    yield from (((site.node, "down"), reason) for site, _ in target.intos)
+    yield from (((site.node, "up"), reason) for site, _ in target.outs)
+
+
+def _axis(target: Target, value: Node) -> int:
+    """The dimension of a layer's input or output that holds the channels."""
+    weight: Any = val_of(target.layer.weight)
+    val: Any = val_of(value)
+    return int(val.ndim - 1 - (weight.ndim - 2))
+
+
+def _width(target: Target, out: bool) -> int:
+    """How many channels a layer makes, or reads."""
+    weight: Any = val_of(target.layer.weight)
+    first, second = weight.shape[0], weight.shape[1] * target.layer.groups
+    return int(first if target.layer.input_first is not out else second)
+
+
+def _listed(nodes: Iterable[Node]) -> str:
+    names = sorted(node.name for node in nodes)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _foreign(value: Node) -> str:
+    norm = BY_TARGET.get(getattr(value.args[0], "target", None) if value.target is operator.getitem else value.target)  # type: ignore[arg-type]
+    what = "an input" if value.op == "placeholder" else str(norm[0].name if norm else value.target)
+    return f"its input {value.name} ({what}) is made by no convolution or linear map{quantization(value)}"
+
+
+def _lossy(lost: float, dtype: torch.dtype) -> str:
+    return (
+        f"folding it loses {lost:.1e} standard deviations of a channel to rounding in {dtype}, more than "
+        f"{LIMITS[dtype]:.1e} (force=True folds it)"
+    )
