@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torch_batchnorm.decomps.affine import LIMITS, Affine, bias_of, write_folded
-from torch_batchnorm.decomps.forms import BY_TARGET, FIELDS, HALF
+from torch_batchnorm.decomps.forms import FIELDS, HALF
 from torch_batchnorm.decomps.layers import LAYER_BY_TARGET, Layer, LayerForm
 from torch_batchnorm.passes.channels import downstream, moved, same_sizes, scaling, upstream
 from torch_batchnorm.passes.mutation import accesses
@@ -166,7 +166,7 @@ class Plan:
         if direction == "up":
             found = self._up(source, site.node, reach.affine, 1, fate)
         else:
-            found = self._written(source) or self._down(reach.ends, reach.affine, 1)
+            found = self._written(source, site.node) or self._down(reach.ends, reach.affine, 1)
         if isinstance(found, str):
             return found
         for target, affine in found:
@@ -230,7 +230,7 @@ class Plan:
     ) -> list[tuple[Target, Affine]] | str:
         """The layers that make a value, each with its part of the affine, or why it is not made by layers alone."""
         while True:
-            others = [user for user in value.users if user is not reader]
+            others = [user for user in value.users if user is not reader and not _measures(user, value)]
             source = self._scaled_source(value, affine, axis)
             known = value in self.gone or moved(value) is not None or value.target in _CONCATS or source is not None
             if value.target in LAYER_BY_TARGET:
@@ -361,12 +361,12 @@ class Plan:
             )
         return [(target, affine)]
 
-    def _written(self, value: Node) -> str:
-        """Why a value may be another one by the time that a later call reads it."""
+    def _written(self, value: Node, node: Node) -> str:
+        """Why a value may be another one by the time that something behind a node reads it."""
         if self.draft.functional:
             return ""
         reads, writes = accesses(value)
-        written = writes + [node for node in reads if runs_graphs(node)]
+        written = [user for user in (*writes, *filter(runs_graphs, reads)) if user > node]
         return f"{value.name} may be written to by {_listed(written)}" if written else ""
 
     # Alone: on its own.
@@ -516,6 +516,16 @@ class Plan:
         return "folded into " + ", ".join(calls)
 
 
+# What takes the shape of its second operand, or tells a size.
+_LIKE = {aten.reshape_as.default, aten.view_as.default, aten.expand_as.default}
+_SIZES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int}
+
+
+def _measures(user: Node, value: Node) -> bool:
+    """Whether a node reads the shape of a value alone."""
+    return user.target in _SIZES or (user.target in _LIKE and user.args[0] is not value)
+
+
 def _each(target: Target, reason: str) -> Iterator[tuple[tuple[Node, str], str]]:
     yield from (((site.node, "down"), reason) for site, _ in target.intos)
     yield from (((site.node, "up"), reason) for site, _ in target.outs)
@@ -541,8 +551,8 @@ def _listed(nodes: Iterable[Node]) -> str:
 
 
 def _foreign(value: Node) -> str:
-    norm = BY_TARGET.get(getattr(value.args[0], "target", None) if value.target is operator.getitem else value.target)  # type: ignore[arg-type]
-    what = "an input" if value.op == "placeholder" else str(norm[0].name if norm else value.target)
+    made: Any = value.args[0] if value.target is operator.getitem else value
+    what = "an input" if value.op == "placeholder" else made.target
     return f"its input {value.name} ({what}) is made by no convolution or linear map{quantization(value)}"
 
 
