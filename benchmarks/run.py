@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -29,7 +30,14 @@ from rich.console import Console
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, replace_pattern
-from transformers import ResNetConfig, ResNetForImageClassification
+from torch.fx.experimental.optimization import fuse
+from torch.fx.proxy import TraceError
+from transformers import (
+    MobileNetV2Config,
+    MobileNetV2ForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 import torch_batchnorm as tbn
 from torch_batchnorm.render import table
@@ -120,6 +128,11 @@ def resnet50(training: bool) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.randn(2, 3, 64, 64),))
 
 
+def recompiled(program: torch.export.ExportedProgram) -> GraphModule:
+    """A copy of the program's graph, compiled: what a pass that is not in place costs at least."""
+    return GraphModule(program.graph_module, copy.deepcopy(program.graph))
+
+
 def _growth(
     what: str, run: Callable[[GraphModule], object], make: Callable[[int], GraphModule], sizes: tuple[int, ...]
 ) -> Bar:
@@ -149,11 +162,7 @@ def floor(quick: bool) -> Iterator[Bar]:
     """Everything included, against copying the graph and compiling the copy without an edit."""
     program = resnet50(True)
     for name, ep in {"training IR": program, "ATEN": program.run_decompositions()}.items():
-
-        def bare(ep: Any = ep) -> object:
-            return GraphModule(ep.graph_module, copy.deepcopy(ep.graph))
-
-        taken, least = paired(lambda ep=ep: tbn.consolidate(ep), bare, 10 if quick else 30)
+        taken, least = paired(lambda ep=ep: tbn.consolidate(ep), lambda ep=ep: recompiled(ep), 10 if quick else 30)
         detail = f"consolidate {taken * 1e3:.1f} ms, floor {least * 1e3:.1f} ms"
         yield Bar(f"consolidate(ResNet-50, {name}) over copy and recompile", taken / least, 0, 1.5, detail)
 
@@ -424,11 +433,147 @@ def switching(quick: bool) -> Iterator[Bar]:
 
 
 OP = aten.batch_norm.default
+CONV = aten.conv2d.default
 
 
 def _again(module: GraphModule) -> tuple[float, float]:
     tbn.SwitchMode("train", inplace=True)(module)
     return timed(lambda: tbn.SwitchMode("eval", inplace=True)(module))
+
+
+def convolved(sites: int) -> GraphModule:
+    """`sites` convolutions, each with an eval batch norm and a ReLU, as `program.module()` holds them."""
+    mode, root, graph = FakeTensorMode(), torch.nn.Module(), Graph()
+    with mode:
+        vals = {1: torch.empty(4), 0: torch.empty((), dtype=torch.int64), 4: torch.empty(2, 4, 3, 3)}
+        kernel = torch.empty(4, 4, 3, 3)
+
+    def add(node: Any, val: Any) -> Any:
+        node.meta["val"] = val
+        return node
+
+    x = add(graph.placeholder("x"), vals[4])
+    for site in range(sites):
+        root.add_module(f"conv{site}", nn.Conv2d(4, 4, 3, padding=1, bias=False))
+        root.add_module(f"bn{site}", nn.BatchNorm2d(4))
+        weight = add(graph.get_attr(f"conv{site}.weight"), kernel)
+        names = ("weight", "bias", "running_mean", "running_var")
+        tensors = [add(graph.get_attr(f"bn{site}.{name}"), vals[1]) for name in names]
+        add(graph.get_attr(f"bn{site}.num_batches_tracked"), vals[0])  # in eval nothing reads it
+        x = add(graph.call_function(CONV, (x, weight, None, [1, 1], [1, 1])), vals[4])
+        x = add(graph.call_function(OP, (x, *tensors, False, 0.1, 1e-5, False)), vals[4])
+        x = add(graph.call_function(aten.relu.default, (x,)), vals[4])
+    graph.output((x,))
+    return GraphModule(root, graph)
+
+
+def fused(model: nn.Module) -> tuple[nn.Module, float]:
+    """The largest parts of a model that torch.fx traces, by its `optimization.fuse`; and the seconds of that."""
+    start = time.perf_counter()
+    try:
+        return fuse(model), time.perf_counter() - start
+    except (TraceError, NotImplementedError):  # control flow on a shape or a flag; a list of modules
+        parts = {name: fused(part) for name, part in model._modules.items()}
+    whole = copy.copy(model)
+    whole._modules = {name: part for name, (part, _) in parts.items()}
+    return whole, sum(taken for _, taken in parts.values())  # traces that fail are not counted
+
+
+def _arithmetic(program: torch.export.ExportedProgram) -> Callable[[], object]:
+    """The folded weights and biases of a program whose batch norms all follow a convolution, and nothing else."""
+    signature, state = program.graph_signature, program.state_dict
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    sites = []
+    for norm in program.graph.find_nodes(op="call_function", target=OP):
+        inputs = (norm.args[0].args[1], *norm.args[1:5])
+        sites.append((*(state[names[node.name]].detach() for node in inputs), norm.args[7]))
+
+    def run() -> object:
+        found = []
+        for kernel, weight, bias, mean, var, eps in sites:
+            scale = weight.double() / torch.sqrt(var.double() + eps)
+            shift = (0 - mean.double()) * scale + bias.double()
+            found.append(((kernel.double() * scale.view(-1, 1, 1, 1)).float(), shift.float()))
+        return found
+
+    return run
+
+
+def folding(quick: bool) -> Iterator[Bar]:
+    """Folding against torchao's, in place as it works; its cost grows with the pairs; and over its bare arithmetic."""
+    from torchao.quantization.pt2e.utils import _fuse_conv_bn_
+
+    sites, inplace = 200 if quick else 800, tbn.Fold(inplace=True)
+    taken: dict[str, float] = {}
+    for way, run, repeat in (("torchao", _fuse_conv_bn_, 1), ("fold", inplace, 5)):
+        held: list[GraphModule] = []
+        taken[way] = seconds(
+            lambda run=run, held=held: run(held[-1]), lambda held=held: held.append(convolved(sites)), repeat
+        )
+        left = [[len(m.graph.find_nodes(op="call_function", target=op)) for op in (CONV, OP)] for m in held]
+        assert left == [[sites, 0]] * repeat, (way, left)
+    detail = f"torchao {taken['torchao']:.2f} s, fold {taken['fold'] * 1e3:.0f} ms"
+    yield Bar(
+        f"fold faster than torchao at {sites} pairs, times", taken["torchao"] / taken["fold"], 30, math.inf, detail
+    )
+    yield _growth("fold", inplace, convolved, (100, 1000 if quick else 10000))
+
+    program = resnet50(False)
+    arithmetic = _arithmetic(program)
+    ours, least = paired(lambda: tbn.fold(program), lambda: (arithmetic(), recompiled(program)), 10 if quick else 30)
+    model = ResNetForImageClassification(ResNetConfig()).eval()
+    theirs = min(fused(model)[1] for _ in range(3))
+    detail = f"fold {ours * 1e3:.0f} ms, floor {least * 1e3:.0f} ms; torch.fx.experimental's fuse {theirs * 1e3:.0f} ms"
+    yield Bar("fold(ResNet-50) over its float64 arithmetic, copy and recompile", ours / least, 0, 2.5, detail)
+
+
+def _settled(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """The model in eval, with the statistics of `x`: at the initial ones activations fade away, down to denormals."""
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model.train()(x)
+    return model.eval()
+
+
+def folded(quick: bool) -> Iterator[Bar]:
+    """Folded programs against what torch.fx.experimental's fuse leaves, and unfolded: in turns, on one thread.
+
+    What is fused is exported too, so that the calls of eager modules do not count against it.
+    """
+    from monai.networks.nets import DenseNet121
+
+    torch.set_num_threads(1)
+    x, turns, order = torch.randn(1, 3, 128, 128), 20 if quick else 100, random.Random(0)
+    models = {
+        "ResNet-50": lambda: ResNetForImageClassification(ResNetConfig()),
+        # without the padding of TensorFlow, which fuse does not trace
+        "MobileNetV2": lambda: MobileNetV2ForImageClassification(MobileNetV2Config(tf_padding=False)),
+        "DenseNet-121": lambda: DenseNet121(spatial_dims=2, in_channels=3, out_channels=10),
+    }
+    for name, make in models.items():
+        torch.manual_seed(0)
+        model = _settled(make(), x)
+        program, fuse_ = (torch.export.export(m, (x,)) for m in (model, fused(model)[0]))
+        programs = {"folded": tbn.fold(program), "fuse": fuse_, "unfolded": program}
+        left = {way: len(p.graph.find_nodes(op="call_function", target=OP)) for way, p in programs.items()}
+        assert left["folded"] == left["fuse"] < left["unfolded"], (name, left)
+        modules = {way: p.module() for way, p in programs.items()}
+        modules["again"] = modules["folded"]
+        taken: dict[str, list[float]] = {way: [] for way in modules}
+        for turn in range(turns + 3):
+            for way in order.sample(list(modules), len(modules)):
+                start = time.perf_counter()
+                with torch.no_grad():
+                    modules[way](x)
+                taken[way] += [time.perf_counter() - start] if turn > 2 else []  # the first ones warm up
+        # of each turn, so that a machine that slows down between turns does not count
+        ratio = {way: statistics.median(map(operator.truediv, taken["folded"], taken[way])) for way in modules}
+        detail = ", ".join(f"{way} {statistics.median(taken[way]) * 1e3:.1f} ms" for way in programs)
+        detail += f"; {left['folded']} of {left['unfolded']} BN left; noise, folded over itself: {ratio['again']:.3f}"
+        for way, low, high in (("fuse", 0.98, 1.02), ("unfolded", 0, 1)):
+            yield Bar(f"folded {name} over {way}, eval, forward", ratio[way], low, high, detail)
 
 
 MEASURES = (
@@ -443,6 +588,8 @@ MEASURES = (
     curves,
     compilation,
     switching,
+    folding,
+    folded,
 )
 
 
