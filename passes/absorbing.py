@@ -62,7 +62,7 @@ class Absorbing:
             view.copy_(bias.view(view.shape))
             self.state.replace(held.name, new)
             added = None
-        elif held is None and not bool(bias.any()):
+        elif held is None and first.out is None and not bool(bias.any()):
             added = None
         else:
             leaf = weight.name.rpartition(".")[2]

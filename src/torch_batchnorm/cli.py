@@ -17,6 +17,7 @@ from rich.markup import escape
 from torch_batchnorm.errors import BatchNormError
 from torch_batchnorm.files import check_output, load, load_batches, save
 from torch_batchnorm.passes.consolidation import Consolidate
+from torch_batchnorm.passes.folding import Fold
 from torch_batchnorm.passes.freezing import Freeze, Unfreeze
 from torch_batchnorm.passes.legalization import TARGETS, Legalize
 from torch_batchnorm.passes.mode import SwitchMode
@@ -146,6 +147,36 @@ def _mode(
 ) -> None:
     """Switch every batch norm and dropout to eval or to training, exactly."""
     _rewrite(source, output, report, strict, f"Switching to {to}", SwitchMode(to, dropout, include_frozen))
+
+
+@app.command("fold", epilog="Example: torch-batchnorm fold model.pt2 -o folded.pt2 --report")
+def _fold(
+    source: Source,
+    output: Output,
+    alone: Annotated[
+        str, typer.Option(help="What becomes of one without a layer to fold into: leave, multiply_add or depthwise.")
+    ] = "leave",
+    clone_calls: Annotated[
+        bool, typer.Option("--clone-calls", help="Call a layer once more whose output something else reads.")
+    ] = False,
+    clone_weights: Annotated[
+        bool, typer.Option("--clone-weights", help="Copy a weight that several calls read.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Fold also where rounding loses more than the limit, and what is frozen.")
+    ] = False,
+    keep_state: Annotated[
+        bool, typer.Option("--keep-state", help="Leave the batch norms' own parameters and buffers in the program.")
+    ] = False,
+    float32_above: Annotated[
+        int | None, typer.Option(min=0, help="Multiply weights of more elements in float32 instead of float64.")
+    ] = None,
+    report: ShowReport = False,
+    strict: Strict = False,
+) -> None:
+    """Fold every batch norm in eval into the convolutions and linear maps beside it."""
+    folding = Fold(clone_calls, clone_weights, alone, force, keep_state, float32_above)
+    _rewrite(source, output, report, strict, "Folding", folding)
 
 
 Modules = Annotated[
