@@ -9,9 +9,10 @@ from torch.fx import Node
 
 from torch_batchnorm.decomps.forms import HALF
 from torch_batchnorm.passes.elementary import in_one_mode, metadata_for
-from torch_batchnorm.passes.planning import Fate, Plan, Target
+from torch_batchnorm.passes.planning import Fate, Plan
 from torch_batchnorm.passes.program import Draft
 from torch_batchnorm.passes.state import Constant, State
+from torch_batchnorm.passes.targets import Target
 from torch_batchnorm.passes.values import val_of
 
 aten = torch.ops.aten
@@ -119,6 +120,8 @@ class Absorbing:
             want = val_of(reach.ends[0])
             stands = self._new(site.node, aten.clone.default, (stands,), {"memory_format": torch.contiguous_format})
             stands.meta["val"] = want
+        if site.norm.out:
+            stands = self._new(site.node, aten.copy_.default, (site.norm.out["out"], stands))
         for end in reach.ends:
             self._replace(end, stands)
         return [*reach.tail, *(holder for holders in site.outputs.values() for holder in holders), site.node]

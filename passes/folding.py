@@ -8,10 +8,11 @@ from typing import Any
 from torch_batchnorm.decomps.affine import LIMITS
 from torch_batchnorm.errors import InvalidChoice
 from torch_batchnorm.passes.absorbing import Absorbing
+from torch_batchnorm.passes.channels import same_sizes
 from torch_batchnorm.passes.planning import Options, Plan
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
 from torch_batchnorm.passes.site import Site, find_nodes, find_sites
-from torch_batchnorm.passes.state import State, quantization
+from torch_batchnorm.passes.state import State
 from torch_batchnorm.passes.values import val_of
 
 ALONE = ("leave", "multiply_add", "depthwise")
@@ -24,16 +25,16 @@ class Fold:
     clone_calls: a layer whose output something else reads too is called once more, with weights of its own.
     clone_weights: a weight that several calls read is copied, once for each distinct fold. alone: what becomes of a
     batch norm without such a layer: "leave" it, "multiply_add", or "depthwise" for a 1x1 depthwise convolution (inputs
-    of rank 3 to 5, else a multiply-add). force: fold also where rounding loses more than the limit, see below.
+    of rank 3 to 5, else a multiply-add). force: fold also where rounding loses more than the limit below, and what is
+    frozen in a program that trains.
     keep_state: leave parameters, buffers and counters that nothing reads any more in the state. float32_above: weights
     of more elements are multiplied in float32 instead of float64, None for none. inplace: edit the given program.
 
     The new weights are computed in float64 on the CPU and cast once to the dtype of the old ones, whose names they
-    take; a bias that was not there is called `bias` beside its weight. The outputs then differ by rounding alone, by no
-    more than u * (1 + |running_mean - bias| / sqrt(running_var + eps)) standard deviations of a channel, u the unit
-    roundoff of the weight's dtype. Above 1e-9 (float64), 1e-3 (float32), 2**-5 (float16) or 2**-4 (bfloat16) a site
-    is declined.
-    Folding is for inference: what an optimizer would do to the weights is not the same.
+    take; a bias that was not there is called `bias` beside its weight. The outputs then differ by rounding alone. What
+    that loses is counted as u * (1 + |running_mean - bias| / sqrt(running_var + eps)) standard deviations of a channel,
+    u the unit roundoff of the weight's dtype; above 1e-9 in float64, 1e-3 in float32, 2**-5 in float16 or 2**-4 in
+    bfloat16 a site is declined. Folding is for inference: training moves folded weights otherwise.
     """
 
     clone_calls: bool = False
@@ -60,7 +61,7 @@ class Fold:
         state = State(draft)
         sites = list(find_sites(draft.graphs))
         trains = any(site.tracks and site.norm.training is not False for site in sites)
-        refused = {site.node: why for site in sites if (why := self._obstacle(site, trains))}
+        refused = {site.node: why for site in sites if (why := self._obstacle(site, trains, draft.functional))}
         options = Options(self.clone_calls, self.clone_weights, self.alone, self.force, self.float32_above)
         plan = Plan(draft, state, [site for site in sites if site.node not in refused], options)
         refused |= plan.refused
@@ -70,7 +71,7 @@ class Fold:
             Absorbing(draft, state, plan).write(self.keep_state)
         return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
 
-    def _obstacle(self, site: Site, trains: bool) -> str:
+    def _obstacle(self, site: Site, trains: bool, functional: bool) -> str:
         """Why a site is no constant scale and shift, empty when it may be one."""
         norm = site.norm
         if site.problem or norm is None:
@@ -84,21 +85,34 @@ class Fold:
             )
         if trains and not self.force:
             return "it is frozen in a program that trains, and folding changes what weights learn: switch to eval first"
-        if norm.out:
-            return f"{site.form.name} writes to its out arguments"
         used = [role for role in site.outputs if role != "out" and site.used(role)]
         if used:
             return f"its {', '.join(used)} {'is' if len(used) == 1 else 'are'} in use"
-        if not site.used("out"):
+        if not site.used("out") and not norm.out:
             return "nothing reads its output"
         val = val_of(norm.input)
+        if norm.out and (reason := _unwritable(site, functional)):
+            return reason
         if val is None or any(val_of(head) is None for head in site.outputs["out"]):
             return "the graph keeps no shapes (no val): trace it with fake tensors"
         if type(val.shape[1]) is not int or not val.shape[1]:
             return f"its input has {val.shape[1]} channels, expected a known number"
         if val.dtype not in LIMITS:
             return f"its input is {val.dtype}, expected one of {', '.join(map(str, LIMITS))}"
-        return quantization(norm.input)
+        return ""
+
+
+def _unwritable(site: Site, functional: bool) -> str:
+    """Why what stands for a site cannot be copied to its out argument instead."""
+    if functional:
+        return f"{site.form.name} writes to its out arguments, which a functional program does not allow"
+    saved = [place for role, place in site.norm.out.items() if role != "out"]
+    if any(set(place.users) != {site.node} for place in saved):
+        return "its saved statistics are read back from an out argument"
+    have, want = val_of(site.norm.out["out"]), val_of(site.norm.input)
+    if have is None or want is None or have.dtype != want.dtype or not same_sizes(have.shape, want.shape):
+        return "its out argument may be resized: allocate it in full"
+    return ""
 
 
 def fold(

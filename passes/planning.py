@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torch_batchnorm.decomps.affine import LIMITS, Affine, bias_of, write_folded
+from torch_batchnorm.decomps.affine import Affine
 from torch_batchnorm.decomps.forms import FIELDS, HALF
-from torch_batchnorm.decomps.layers import LAYER_BY_TARGET, Layer, LayerForm
+from torch_batchnorm.decomps.layers import LAYER_BY_TARGET
 from torch_batchnorm.passes.channels import downstream, moved, same_sizes, scaling, upstream
 from torch_batchnorm.passes.mutation import accesses
 from torch_batchnorm.passes.program import Draft
 from torch_batchnorm.passes.site import Site
-from torch_batchnorm.passes.state import Constant, State, quantization, runs_graphs
+from torch_batchnorm.passes.state import State, quantization, runs_graphs
+from torch_batchnorm.passes.targets import Target, lossy, target_of
 from torch_batchnorm.passes.values import val_of
 
 aten = torch.ops.aten
@@ -35,60 +36,6 @@ class Options:
     alone: str
     force: bool
     float32_above: int | None
-
-
-@dataclass(eq=False)
-class Target:
-    """A call of a layer that batch norms go into.
-
-    reader: None, or who gets a call of its own. intos, outs: the sites ahead of it and behind it, from the first to the
-    last, each with its affine in the channels of the layer. fresh: whether its weights are new ones beside the old.
-    made: the new weight, like the tensor in the state, and the new bias, [out].
-    """
-
-    call: Node
-    reader: Node | None
-    form: LayerForm
-    layer: Layer
-    weight: Constant
-    bias: Constant | None
-    intos: list[tuple[Site, Affine]] = field(default_factory=list)
-    outs: list[tuple[Site, Affine]] = field(default_factory=list)
-    fresh: bool = False
-
-    @property
-    def into(self) -> Affine | None:
-        """All that happens to its input."""
-        return _composed(self.intos)
-
-    @property
-    def out(self) -> Affine | None:
-        """All that happens to its output."""
-        return _composed(self.outs)
-
-    @property
-    def sites(self) -> list[Site]:
-        return [site for site, _ in (*self.intos, *self.outs)]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The coarser of what its weight and its output are held in."""
-        vals = (val_of(self.call), val_of(self.layer.weight))
-        return max((val.dtype for val in vals if val is not None), key=lambda dtype: torch.finfo(dtype).eps)
-
-    def same(self, other: Target) -> bool:
-        """Whether it gets the same weights, from tensors that are the same."""
-        ours, theirs = (self.into, self.out), (other.into, other.out)
-        alike = all(a.same(b) if a and b else a is b for a, b in zip(ours, theirs, strict=True))
-        named = [t.bias.name if t.bias else "" for t in (self, other)]
-        return alike and named[0] == named[1] and self.layer.groups == other.layer.groups
-
-
-def _composed(sites: list[tuple[Site, Affine]]) -> Affine | None:
-    found: Affine | None = None
-    for _, affine in sites:
-        found = affine if found is None else found.then(affine)
-    return found
 
 
 @dataclass(eq=False)
@@ -157,7 +104,7 @@ class Plan:
     def _settle(self, site: Site, direction: str) -> str:
         """Decides a site's fate, or says why it cannot be this one."""
         reach: Any = self._reaches[site.node]
-        source, copied = site.norm.input, self._layout(site, reach)
+        source, copied = site.norm.input, not site.norm.out and self._layout(site, reach)
         if isinstance(copied, str):
             return copied
         fate = Fate(site, direction, [], {}, copied, reach.affine if direction == "alone" else None)
@@ -167,6 +114,7 @@ class Plan:
             found = self._up(source, site.node, reach.affine, 1, fate)
         else:
             found = self._written(source, site.node) or self._down(reach.ends, reach.affine, 1)
+            found = "its output is an out argument too" if site.norm.out else found
         if isinstance(found, str):
             return found
         for target, affine in found:
@@ -184,7 +132,8 @@ class Plan:
         site, nodes = fate.site, (*self.reach(fate.site).tail, *fate.site.outputs["out"])
         self.fates[site.node] = fate
         self.gone |= {node: (source, node) for node, source in fate.scaled.items()}
-        self.gone |= dict.fromkeys(nodes, (site.norm.input, site.node))
+        if not site.norm.out:  # which holds the output, for others too
+            self.gone |= dict.fromkeys(nodes, (site.norm.input, site.node))
 
     def _reach(self, site: Site) -> Reach | str:
         """The site's affine and those of the scales and shifts behind it, or why it has none."""
@@ -201,7 +150,7 @@ class Plan:
         tail: list[Node] = []
         ends = tuple(head for head in site.outputs["out"] if head.users)
         channels = affine.scale.numel()
-        while len(ends) == 1 and len(ends[0].users) == 1:
+        while len(ends) == 1 and len(ends[0].users) == 1 and not site.norm.out:
             (reader,) = ends[0].users
             step = scaling(self.state, reader, ends[0], 1, channels)
             if step is None or not reader.users or not affine.after(*step).finite:
@@ -288,39 +237,12 @@ class Plan:
 
     def _behind(self, call: Node, reader: Node | None, affine: Affine, axis: int) -> list[tuple[Target, Affine]] | str:
         """A layer takes in what comes behind it."""
-        target = self.targets.get((call, reader)) or self._target(call, reader)
+        target = self.targets.get((call, reader)) or target_of(self.state, call, reader)
         if isinstance(target, str):
             return target
-        if axis != _axis(target, call) or affine.scale.numel() != _width(target, out=True):
+        if axis != target.axis(call) or affine.scale.numel() != target.width(out=True):
             return f"its channels are not those that {call.name} ({call.target}) makes"
         return [(target, affine)]
-
-    def _target(self, call: Node, reader: Node | None) -> Target | str:
-        """A layer whose weights are known, or why they are not."""
-        form = LAYER_BY_TARGET[call.target]
-        operands = form.given(call.args, call.kwargs)
-        weight, val = operands[form.weight], val_of(operands[form.weight])
-        named = f"{call.name} ({call.target})"
-        if not isinstance(weight, Node) or val is None or val_of(call) is None:
-            return f"the graph keeps no shapes (no val) for {named}: trace it with fake tensors"
-        if val.dtype not in LIMITS:
-            return f"the weight of {named} is {val.dtype}, expected one of {', '.join(map(str, LIMITS))}"
-        if (val.ndim == 2) is form.kernel or val.ndim < 2:
-            return f"the weight of {named} has {val.ndim} dimensions"
-        if not form.plain(call.args, call.kwargs):
-            return f"{named} scales its product or its bias (alpha, beta)"
-        layer = form.read(call.args, call.kwargs, tuple(val.shape[2:]))
-        found, bias = self.state.constant(weight), None if layer.bias is None else self.state.constant(layer.bias)
-        if isinstance(found, str) or isinstance(bias, str):
-            return found if isinstance(found, str) else str(bias)
-        if type(layer.groups) is not int or found.view(found.tensor.detach()) is None:
-            return f"the weight of {named} is a copy of {found.name} in another layout"
-        if found.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
-            return f"{found.name} is {found.tensor.dtype}, expected one of {', '.join(map(str, LIMITS))}"
-        target = Target(call, reader, form, layer, found, bias)
-        if bias is not None and bias.value().numel() != _width(target, out=True):
-            return f"the bias of {named} has {bias.value().numel()} elements, expected {_width(target, out=True)}"
-        return target
 
     # Down: into what reads the output.
 
@@ -348,12 +270,12 @@ class Plan:
 
     def _ahead(self, call: Node, value: Node, affine: Affine, axis: int) -> list[tuple[Target, Affine]] | str:
         """A layer takes in what comes ahead of it."""
-        target = self.targets.get((call, None)) or self._target(call, None)
+        target = self.targets.get((call, None)) or target_of(self.state, call, None)
         if isinstance(target, str):
             return target
         if target.layer.input is not value or any(key[0] is call and key[1] for key in self.targets):
             return f"its output is more than the input of {call.name}"
-        if axis != _axis(target, value) or affine.scale.numel() != _width(target, out=False):
+        if axis != target.axis(value) or affine.scale.numel() != target.width(out=False):
             return f"its channels are not those that {call.name} ({call.target}) reads"
         if not target.layer.uniform and bool(affine.shift.any()):
             return (
@@ -381,9 +303,9 @@ class Plan:
         before = None if first is None else self.fates.get(first[1])
         val: Any = val_of(source)
         compute = torch.float32 if val.dtype in HALF and not self.convolves(fate) else val.dtype
-        lost = affine.lost(torch.zeros(()), compute)
-        if not self.options.force and not lost <= LIMITS[compute]:
-            return _lossy(lost, compute)
+        reason = lossy(affine.lost(torch.zeros(()), compute), compute)
+        if reason and not self.options.force:
+            return reason
         self._settled(fate)
         if before is not None and before.direction == "alone":
             before.affine = before.affine.then(affine)  # type: ignore[union-attr]
@@ -401,15 +323,15 @@ class Plan:
         """Sites and directions that do not work after all."""
         blocked: dict[int, str] = {}
         for targets in self._by_memory():
-            for target in targets:
-                yield from self._losses(target)
+            for target in () if self.options.force else targets:
+                yield from (((site.node, direction), why) for site, direction, why in target.losses())
             for target, reason in self._sharing(targets):
                 blocked[id(target)] = reason
                 yield from _each(target, reason)
         self.weights: dict[int, tuple[Tensor, Tensor]] = {}
         for group in self.groups():
             if id(group[0]) not in blocked:
-                made = self._computed(group[0])
+                made = group[0].computed(self.options.float32_above, self.options.force)
                 if isinstance(made, str):
                     yield from (pair for target in group for pair in _each(target, made))
                 else:
@@ -436,27 +358,6 @@ class Plan:
             found += alike
         return found
 
-    def _losses(self, target: Target) -> Iterator[tuple[tuple[Node, str], str]]:
-        """The sites that rounding makes too much of in this layer."""
-        if self.options.force:
-            return
-        dtype = target.dtype
-        for site, affine in target.intos:
-            lost = affine.lost(torch.zeros(()), dtype)
-            if not lost <= LIMITS[dtype]:
-                yield (site.node, "down"), _lossy(lost, dtype)
-        bias = self._bias(target)
-        for site, affine in target.outs:
-            lost = affine.lost(bias, dtype)
-            if not lost <= LIMITS[dtype]:
-                yield (site.node, "up"), _lossy(lost, dtype)
-            bias = bias * affine.scale + affine.shift
-
-    def _bias(self, target: Target) -> Tensor:
-        weight, bias = target.weight.view(target.weight.tensor.detach()), target.bias
-        assert weight is not None
-        return bias_of(target.layer, weight, None if bias is None else bias.value(), target.into)
-
     def _sharing(self, targets: list[Target]) -> Iterator[tuple[Target, str]]:
         """The layers whose weight is somebody else's too, unless they may have copies, which are noted."""
         own = [target for target in targets if target.reader is None]
@@ -478,35 +379,6 @@ class Plan:
         for target in own:
             yield target, f"{name} {how} {calls}{' too' if others else ''} (clone_weights=True copies it)"
 
-    def _computed(self, target: Target) -> tuple[Tensor, Tensor] | str:
-        """The new weight and the new bias, or why they cannot be held in the weight's dtype."""
-        old, out = target.weight.tensor, target.out
-        made = torch.empty_like(old.detach(), requires_grad=False)
-        view: Any = target.weight.view(made)
-        read: Any = target.weight.view(old.detach())
-        above = self.options.float32_above
-        dtype = torch.float32 if above is not None and old.numel() > above else torch.float64
-        write_folded(target.layer, read, view, target.into, out, dtype)
-        bias = self._bias(target)
-        bias = bias if out is None else bias * out.scale + out.shift
-        held = bias.to(target.dtype)
-        if not bool(made.sum(dtype=torch.float32).isfinite() & held.sum().isfinite()):
-            finite = made.isfinite().all() & held.isfinite().all()
-            if not finite and bool(old.isfinite().all()):
-                return f"its scale takes {target.weight.name} out of the range of {old.dtype}"
-        if old.dtype in HALF and not self.options.force:
-            exact = torch.empty_like(made, dtype=torch.float64)
-            precise: Any = target.weight.view(exact)
-            write_folded(target.layer, read, precise, target.into, out, dtype)
-            error, size = (
-                target.layer.grouped(target.weight.view(t)).flatten(2).abs().sum(2)  # type: ignore[arg-type]
-                for t in (exact - made.double(), exact)
-            )
-            lost = float((error / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
-            if not lost <= LIMITS[old.dtype]:
-                return f"its scale takes {target.weight.name} below the range of {old.dtype}"
-        return made, bias
-
     def told(self, site: Site) -> str:
         """What became of a site, for its edit."""
         fate = self.fates[site.node]
@@ -516,9 +388,12 @@ class Plan:
         return "folded into " + ", ".join(calls)
 
 
-# What takes the shape of its second operand, or tells a size.
+# What takes the shape of its second operand, and what reads nothing but the shape, dtype and layout of its first.
 _LIKE = {aten.reshape_as.default, aten.view_as.default, aten.expand_as.default}
-_SIZES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int}
+_SIZES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int} | {
+    getattr(aten, name).default
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
+}
 
 
 def _measures(user: Node, value: Node) -> bool:
@@ -531,20 +406,6 @@ def _each(target: Target, reason: str) -> Iterator[tuple[tuple[Node, str], str]]
     yield from (((site.node, "up"), reason) for site, _ in target.outs)
 
 
-def _axis(target: Target, value: Node) -> int:
-    """The dimension of a layer's input or output that holds the channels."""
-    weight: Any = val_of(target.layer.weight)
-    val: Any = val_of(value)
-    return int(val.ndim - 1 - (weight.ndim - 2))
-
-
-def _width(target: Target, out: bool) -> int:
-    """How many channels a layer makes, or reads."""
-    weight: Any = val_of(target.layer.weight)
-    first, second = weight.shape[0], weight.shape[1] * target.layer.groups
-    return int(first if target.layer.input_first is not out else second)
-
-
 def _listed(nodes: Iterable[Node]) -> str:
     names = sorted(node.name for node in nodes)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -554,10 +415,3 @@ def _foreign(value: Node) -> str:
     made: Any = value.args[0] if value.target is operator.getitem else value
     what = "an input" if value.op == "placeholder" else made.target
     return f"its input {value.name} ({what}) is made by no convolution or linear map{quantization(value)}"
-
-
-def _lossy(lost: float, dtype: torch.dtype) -> str:
-    return (
-        f"folding it loses {lost:.1e} standard deviations of a channel to rounding in {dtype}, more than "
-        f"{LIMITS[dtype]:.1e} (force=True folds it)"
-    )

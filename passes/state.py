@@ -298,11 +298,17 @@ def runs_graphs(node: Node) -> bool:
     return any(n.op == "get_attr" and val_of(n) is None for n in node.all_input_nodes)
 
 
+_QUANTIZES = ("quantize", "fake_quant", "activation_post_process")
+
+
 def quantization(node: Node) -> str:
-    """What to say of a node that quantization-aware training left, nothing of any other."""
-    target = str(node.target)
-    if any(word in target for word in ("quantize", "fake_quant", "quantized")):
-        return ", left by quantization-aware training, which is folded by who put it there (torchao's convert_pt2e)"
+    """What to say of a value where quantization-aware training left something on the way to it, else nothing."""
+    seen, work = {node}, [node]
+    for _ in range(5):  # as far as from its batch norm to the weight that it scales
+        if any(word in str(n.target) for n in work for word in _QUANTIZES):
+            return ": quantization-aware training left it, and who put it there folds it (torchao's convert_pt2e)"
+        work = [n for held in work for n in held.all_input_nodes if n not in seen]
+        seen |= set(work)
     return ""
 
 
