@@ -61,7 +61,7 @@ class Fold:
         state = State(draft)
         sites = list(find_sites(draft.graphs))
         trains = any(site.tracks and site.norm.training is not False for site in sites)
-        refused = {site.node: why for site in sites if (why := self._obstacle(site, trains, draft.functional))}
+        refused = {site.node: why for site in sites if (why := self._obstacle(site, trains))}
         options = Options(self.clone_calls, self.clone_weights, self.alone, self.force, self.float32_above)
         plan = Plan(draft, state, [site for site in sites if site.node not in refused], options)
         refused |= plan.refused
@@ -71,7 +71,7 @@ class Fold:
             Absorbing(draft, state, plan).write(self.keep_state)
         return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
 
-    def _obstacle(self, site: Site, trains: bool, functional: bool) -> str:
+    def _obstacle(self, site: Site, trains: bool) -> str:
         """Why a site is no constant scale and shift, empty when it may be one."""
         norm = site.norm
         if site.problem or norm is None:
@@ -91,7 +91,7 @@ class Fold:
         if not site.used("out") and not norm.out:
             return "nothing reads its output"
         val = val_of(norm.input)
-        if norm.out and (reason := _unwritable(site, functional)):
+        if norm.out and (reason := _unwritable(site)):
             return reason
         if val is None or any(val_of(head) is None for head in site.outputs["out"]):
             return "the graph keeps no shapes (no val): trace it with fake tensors"
@@ -102,10 +102,8 @@ class Fold:
         return ""
 
 
-def _unwritable(site: Site, functional: bool) -> str:
+def _unwritable(site: Site) -> str:
     """Why what stands for a site cannot be copied to its out argument instead."""
-    if functional:
-        return f"{site.form.name} writes to its out arguments, which a functional program does not allow"
     saved = [place for role, place in site.norm.out.items() if role != "out"]
     if any(set(place.users) != {site.node} for place in saved):
         return "its saved statistics are read back from an out argument"
