@@ -31,6 +31,8 @@ _ORDERED = {
     aten.alias.default,
     aten.detach.default,
 }
+# These repeat entries of the last dimensions, as many as their second argument has pairs.
+_PADS = {getattr(aten, f"{kind}_pad{n}d").default for kind in ("reflection", "replication") for n in (1, 2, 3)}
 _DROPOUTS = {aten.dropout.default, aten.feature_dropout.default}
 _SCALINGS = {
     aten.add.Tensor: "add",
@@ -51,7 +53,9 @@ def moved(node: Node) -> Node | None:
         return None
     if node.target in _DROPOUTS:
         return source if len(node.args) > 2 and node.args[2] is False else None
-    return source if node.target in _MOVES or node.target in _ORDERED else None
+    if node.target is aten.pad.default:
+        return source if len(node.args) > 2 and node.args[2] != "constant" else None
+    return source if node.target in _MOVES | _ORDERED | _PADS else None
 
 
 def upstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] | None:
@@ -61,7 +65,7 @@ def upstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] |
     source, moves = val_of(node.args[0]), _axes(node)
     assert source is not None
     if moves is not None:
-        return moves[axis], torch.arange(channels)
+        return (moves[axis], torch.arange(channels)) if axis < len(moves) else None
     return _aligned(val_of(node), axis, channels, source)
 
 
@@ -69,16 +73,20 @@ def downstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor]
     """As `upstream`, from the operand to the moved tensor."""
     source, moves = val_of(node.args[0]), _axes(node)
     if moves is not None:
-        return moves.index(axis), torch.arange(channels)
+        return (moves.index(axis), torch.arange(channels)) if axis in moves else None
     return _aligned(source, axis, channels, val_of(node))
 
 
 def _axes(node: Node) -> list[int] | None:
-    """For each axis of a permuted tensor the one of its operand, None for what keeps the order of the entries."""
-    if node.target not in _MOVES:
-        return None
+    """For each axis of a permuted tensor the one of its operand, of a padded tensor those that are not padded; None for
+    what keeps the order of the entries.
+    """
     ndim = node.meta["val"].ndim
     axes: list[int] = list(range(ndim))
+    if node.target in _PADS or node.target is aten.pad.default:
+        return axes[: ndim - len(node.args[1]) // 2]  # type: ignore[arg-type]
+    if node.target not in _MOVES:
+        return None
     if node.target is aten.permute.default:
         return [d % ndim for d in node.args[1]]  # type: ignore[union-attr]
     if node.target is aten.t.default:
@@ -95,12 +103,15 @@ def _aligned(have: Any, axis: int, channels: int, want: Any) -> tuple[int, torch
     entries to its right that is known when the axis covers whole rounds of the channels.
     """
     inner = have.shape[axis + 1 :]
-    for at in reversed(range(want.ndim)):
-        size = want.shape[at]
+    found = []
+    for at, size in enumerate(want.shape):
         repeat = _quotient(inner, want.shape[at + 1 :])
         if type(size) is int and repeat is not None and size and size % (repeat * channels) == 0:
-            return at, torch.arange(size) // repeat % channels
-    return None
+            found.append((repeat, at != axis, at, size))  # sizes of one leave a choice
+    if not found:
+        return None
+    repeat, _, at, size = min(found)
+    return at, torch.arange(size) // repeat % channels
 
 
 def _quotient(many: Any, few: Any) -> int | None:

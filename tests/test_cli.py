@@ -79,6 +79,21 @@ def test_mode_to_eval_and_back(run, model, tmp_path):
     assert (wrong.exit_code, "found mode 'test', expected one of eval, train" in wrong.stderr) == (2, True)
 
 
+def test_fold_an_eval_program(run, model, tmp_path):
+    evaluates, out = tmp_path / "eval.pt2", tmp_path / "folded.pt2"
+    assert run("mode", model, "--to", "eval", "-o", evaluates).exit_code == 0
+    result = run("fold", evaluates, "-o", out, "--report", "--strict")
+    assert (result.exit_code, "folded into conv2d (aten.conv2d.default)" in result.stdout) == (0, True)
+    folded, program = torch.export.load(out), torch.export.load(evaluates)
+    assert list(folded.state_dict) == ["0.weight", "0.bias"]
+    torch.testing.assert_close(folded.module()(X), program.module()(X))
+    train = run("fold", model, "-o", tmp_path / "no.pt2", "--strict")
+    assert (train.exit_code, "switch the program to eval first" in train.stderr) == (1, True)
+    wrong = run("fold", evaluates, "-o", tmp_path / "no.pt2", "--alone", "gone")
+    assert (wrong.exit_code, "found alone='gone', expected one of leave" in wrong.stderr) == (2, True)
+    assert not (tmp_path / "no.pt2").exists()
+
+
 def test_freeze_and_unfreeze(run, model, tmp_path):
     frozen, back = tmp_path / "frozen.pt2", tmp_path / "back.pt2"
     assert run("freeze", model, "-m", "1", "--affine", "-o", frozen).exit_code == 0
