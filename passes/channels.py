@@ -137,13 +137,16 @@ def same_sizes(a: Any, b: Any) -> bool:
     return all(x == y if type(x) is type(y) is int else statically_known_true(x == y) for x, y in pairs)
 
 
-def scaling(state: State, node: Node, value: Node, axis: int, channels: int) -> tuple[Any, Any] | None:
+def scaling(
+    state: State, node: Node, value: Node, axis: int, channels: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The scale and the shift, [C] in float64, that a node applies to a value channel by channel, else None."""
     kind = _SCALINGS.get(node.target)  # type: ignore[call-overload]
     before, after = val_of(value), val_of(node)
     if kind is None or len(node.args) != 2 or before is None or after is None:
         return None
-    if before.dtype != after.dtype or not same_sizes(before.shape, after.shape):
+    alike = same_sizes(before.shape, after.shape) and same_sizes(before.stride(), after.stride())
+    if before.dtype != after.dtype or not alike:
         return None
     left = node.args[0] is value
     other: Any = node.args[1 if left else 0]

@@ -72,8 +72,10 @@ class Plan:
         self._reaches = {site.node: self._reach(site) for site in sites}
         while True:
             self.targets: dict[tuple[Node, Node | None], Target] = {}
+            self.cloned: set[Node] = set()
             self.gone: dict[Node, tuple[Node, Node]] = {}
             self.fates: dict[Node, Fate] = {}
+            self._alone_by: dict[Node, Fate] = {}  # what is alone, by the nodes that hold it
             self.refused: dict[Node, str] = {}
             self._decide()
             found = dict(self._conflicts())
@@ -119,6 +121,7 @@ class Plan:
             return found
         for target, affine in found:
             target = self.targets.setdefault((target.call, target.reader), target)
+            self.cloned |= {target.call} if target.reader is not None else set()
             fate.targets.append(target)
             if direction == "up":
                 target.outs.append((site, affine))
@@ -180,39 +183,40 @@ class Plan:
         """The layers that make a value, each with its part of the affine, or why it is not made by layers alone."""
         while True:
             others = [user for user in value.users if user is not reader and not _measures(user, value)]
-            source = self._scaled_source(value, affine, axis)
-            known = value in self.gone or moved(value) is not None or value.target in _CONCATS or source is not None
             if value.target in LAYER_BY_TARGET:
                 if others and not self.options.clone_calls:
                     return f"{value.name} is read by {_listed(others)} too (clone_calls=True calls it once more)"
                 return self._behind(value, reader if others else None, affine, axis)
-            if not known:
+            scaled = self._scaled(value, affine, axis)
+            if not (value in self.gone or moved(value) or value.target in _CONCATS or scaled):
                 return _foreign(value)
             if others:
                 return f"{value.name} is read by {_listed(others)} too"
             if value in self.gone:
                 value, reader = self.gone[value]
-            elif moved(value) is not None:
+            elif value.target in _CONCATS:
+                return self._branches(value, affine, axis, fate)
+            elif scaled is not None:
+                source, step = scaled
+                affine = affine.behind(*step)
+                if not affine.finite:
+                    return f"with {value.name} before it, its scale is not finite"
+                fate.scaled[value] = source
+                value, reader = source, value
+            else:
                 found = upstream(value, axis, affine.scale.numel())
                 if found is None:
                     return f"{value.name} ({value.target}) mixes its channels with other dimensions"
                 axis, affine = found[0], affine.take(found[1])
                 value, reader = value.args[0], value  # type: ignore[assignment]
-            elif value.target in _CONCATS:
-                return self._branches(value, affine, axis, fate)
-            else:
-                affine = affine.behind(*self._scaled(value, source, affine, axis))
-                fate.scaled[value] = source  # type: ignore[assignment]
-                value, reader = source, value  # type: ignore[assignment]
-                if not affine.finite:
-                    return f"with {reader.name} before it, its scale is not finite"
 
-    def _scaled_source(self, value: Node, affine: Affine, axis: int) -> Node | None:
-        """What a value is a constant scale and shift of."""
-        return next((n for n in value.all_input_nodes if self._scaled(value, n, affine, axis)), None)
-
-    def _scaled(self, node: Node, source: Any, affine: Affine, axis: int) -> Any:
-        return scaling(self.state, node, source, axis, affine.scale.numel())
+    def _scaled(self, value: Node, affine: Affine, axis: int) -> tuple[Node, tuple[Tensor, Tensor]] | None:
+        """What a value is a constant scale and shift of, and these."""
+        for source in value.all_input_nodes:
+            step = scaling(self.state, value, source, axis, affine.scale.numel())
+            if step is not None:
+                return source, step
+        return None
 
     def _branches(self, concat: Node, affine: Affine, axis: int, fate: Fate) -> list[tuple[Target, Affine]] | str:
         """Every tensor of a concatenation along the channels takes its part."""
@@ -249,7 +253,7 @@ class Plan:
     def _down(self, ends: Iterable[Node], affine: Affine, axis: int) -> list[tuple[Target, Affine]] | str:
         """The layers that read a value, each with the affine in its channels, or why it is not read by layers alone."""
         found: list[tuple[Target, Affine]] = []
-        for value, user in ((end, user) for end in ends for user in end.users):
+        for value, user in ((end, user) for end in ends for user in end.users if not _measures(user, end)):
             fate = self.fates.get(user)
             if user.target in LAYER_BY_TARGET:
                 part = self._ahead(user, value, affine, axis)
@@ -273,7 +277,7 @@ class Plan:
         target = self.targets.get((call, None)) or target_of(self.state, call, None)
         if isinstance(target, str):
             return target
-        if target.layer.input is not value or any(key[0] is call and key[1] for key in self.targets):
+        if target.layer.input is not value or call in self.cloned:
             return f"its output is more than the input of {call.name}"
         if axis != target.axis(value) or affine.scale.numel() != target.width(out=False):
             return f"its channels are not those that {call.name} ({call.target}) reads"
@@ -299,17 +303,16 @@ class Plan:
         if self.options.alone == "leave":
             return ""
         source = site.norm.input
-        first = self.gone.get(source) if len(source.users) == 1 else None
-        before = None if first is None else self.fates.get(first[1])
         val: Any = val_of(source)
         compute = torch.float32 if val.dtype in HALF and not self.convolves(fate) else val.dtype
         reason = lossy(affine.lost(torch.zeros(()), compute), compute)
         if reason and not self.options.force:
             return reason
         self._settled(fate)
-        if before is not None and before.direction == "alone":
-            before.affine = before.affine.then(affine)  # type: ignore[union-attr]
-            fate.affine = None
+        before = self._alone_by.get(source) if len(source.users) == 1 else None
+        if before is not None and before.affine is not None:
+            before.affine, fate.affine = before.affine.then(affine), None
+        self._alone_by |= dict.fromkeys(self.reach(site).ends, before or fate)
         return ""
 
     def convolves(self, fate: Fate) -> bool:
