@@ -83,7 +83,7 @@ def wide(tensor: Tensor) -> Tensor:
 def bias_of(layer: Layer, weight: Tensor, bias: Tensor | None, into: Affine | None) -> Tensor:
     """The bias of a layer, [out] in float64, with what the shift of its input adds to every output."""
     _, out = layer.channels(weight)
-    found = torch.zeros(out, dtype=torch.float64) if bias is None else wide(bias).reshape(-1).expand(out)
+    found = torch.zeros(out, dtype=torch.float64, device="cpu") if bias is None else wide(bias).reshape(-1).expand(out)
     if into is None or not bool(into.shift.any()):
         return found
     taps = layer.grouped(wide(weight)).flatten(3).sum(3) if weight.ndim > 2 else layer.grouped(wide(weight))
@@ -96,7 +96,7 @@ def write_folded(
     """Writes the weight with the scale of its input and of its output in it to `made`, both as the layer reads them:
     computed in `dtype`, at least, on the CPU, and cast once.
     """
-    found = layer.grouped(weight.detach().to("cpu"))
+    found, dtype = layer.grouped(weight.detach().to("cpu")), torch.promote_types(dtype, weight.dtype)
     kernel = (1,) * (found.ndim - 3)
     if out is not None:
         found = found * out.scale.to(dtype).view(layer.groups, -1, 1, *kernel)

@@ -8,9 +8,11 @@ import torch
 from torch.fx import Node
 
 from torch_batchnorm.decomps.forms import HALF
+from torch_batchnorm.passes.channels import format_of, same_sizes
 from torch_batchnorm.passes.elementary import in_one_mode, metadata_for
 from torch_batchnorm.passes.planning import Fate, Plan
 from torch_batchnorm.passes.program import Draft
+from torch_batchnorm.passes.site import Site
 from torch_batchnorm.passes.state import Constant, State
 from torch_batchnorm.passes.targets import Target
 from torch_batchnorm.passes.values import val_of
@@ -36,10 +38,9 @@ class Absorbing:
             dead.append(self._replace(node, node.args[place]))
         for fate in fates:
             dead += self._stand_in(fate)
+        self.draft.left |= {fate.site.module for fate in fates}
         for node in sorted(dead, reverse=True):
             self.state.prune(node)
-        for fate in fates:
-            self.state.counter(fate.site.norm.running_mean)
         if not keep_state:
             self.state.drop()
 
@@ -47,52 +48,70 @@ class Absorbing:
         """Gives layers that fold alike their weights."""
         first = group[0]
         made, bias = self.plan.weights[id(first)]
-        weight = first.weight
-        root: Node | None = None
+        weight, held = first.weight, first.bias
+        fresh = None
         if first.fresh:
-            root = self.state.add(weight, f"{weight.name.rpartition('.')[2]}_folded", made)
+            fresh = self.state.add(
+                weight, f"{weight.name.rpartition('.')[2]}_folded", made, weight.tensor.requires_grad
+            )
         else:
             self.state.replace(weight.name, made)
-        calls = {target.call for target in group}
-        held = first.bias
-        view = None
-        if held is not None and not first.fresh and self.state.readers(held.name) <= calls:
-            new = torch.empty_like(held.tensor.detach(), requires_grad=False)
-            view = held.view(new)
-        if held is not None and view is not None and view.numel() == bias.numel():
+        added = None
+        if held is not None and self._replaces(held, group):
+            new = torch.empty_like(held.tensor.detach())
+            view: Any = held.view(new)
             view.copy_(bias.view(view.shape))
             self.state.replace(held.name, new)
-            added = None
-        elif held is None and first.out is None and not bool(bias.any()):
-            added = None
-        else:
+        elif held is not None or first.out is not None or bool(bias.any()):
+            val: Any = val_of(first.layer.weight if held is None else first.layer.bias)
             leaf = weight.name.rpartition(".")[2]
             leaf = leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias"
-            val: Any = val_of(first.layer.weight)
             value = bias.to(val.dtype).to(weight.tensor.device)
-            added = self.state.add(weight, f"{leaf}_folded" if first.fresh else leaf, value)
+            added = self.state.add(weight, f"{leaf}_folded" if fresh else leaf, value, self._learns(group))
         for target in group:
-            self._call(target, root, added)
+            self._call(target, fresh, added)
 
-    def _call(self, target: Target, root: Node | None, bias: Node | None) -> None:
+    def _replaces(self, held: Constant, group: list[Target]) -> bool:
+        """Whether a new bias can take the place of the old one: nothing else reads that, and it is as fine."""
+        first, val = group[0], val_of(group[0].layer.bias)
+        readers = self.state.readers(held.name)
+        own = len(readers) == len(group) and {*readers} == {target.call for target in group} and not first.fresh
+        new = held.view(held.tensor.detach())
+        fine = val is not None and torch.promote_types(val.dtype, held.tensor.dtype) == held.tensor.dtype
+        return own and fine and new is not None and new.numel() == held.tensor.numel() == first.width(out=True)
+
+    def _learns(self, group: list[Target]) -> bool:
+        """Whether a new bias learns: its weight does, or a shift that is in it."""
+        sites = (site for target in group for site, _ in (*target.intos, *target.outs))
+        return group[0].weight.tensor.requires_grad or any(self._requires_grad(site) for site in sites)
+
+    def _requires_grad(self, site: Site, fields: tuple[str, ...] = ("weight", "bias")) -> bool:
+        """Whether the weight or bias of a batch norm learns."""
+        operands = (getattr(site.norm, field) for field in fields)
+        found = [self.state.constant(operand) for operand in operands if operand is not None]
+        return any(isinstance(constant, Constant) and constant.tensor.requires_grad for constant in found)
+
+    def _call(self, target: Target, weight: str | None, bias: str | None) -> None:
         """Makes a call read its new weights, a call of its own if something else reads the old one."""
-        call, form = target.call, target.form
+        call, form, root = target.call, target.form, target.weight.root
         if target.reader is not None:
             with call.graph.inserting_after(call):
                 cloned = call.graph.node_copy(call)
             target.reader.replace_input_with(call, cloned)
             call = cloned
-        given = form.given(call.args, call.kwargs)
-        changed = {} if root is None else {form.weight: self._chained(target.weight, root, call)}
-        if bias is not None and form.bias is not None:
-            changed[form.bias] = bias
-        if bias is not None and form.bias is None:
-            if form.biased is None:
-                self._added(call, bias)
-            else:
-                call.target, call.kwargs = form.biased, {}
-                call.args = (bias, given[form.input], changed.get(form.weight, given[form.weight]))
-                return
+        changed = {}
+        if weight is not None:
+            changed[form.weight] = self._chained(target.weight, self.state.node(root, weight), call)
+        shift = None if bias is None else self.state.node(root, bias)
+        if shift is not None and form.bias is not None:
+            changed[form.bias] = shift
+        if shift is not None and form.bias is None and form.biased is not None:
+            given = {**form.given(call.args, call.kwargs), **changed}
+            call.target, call.kwargs = form.biased, {}
+            call.args = (shift, given[form.input], given[form.weight])
+            return
+        if shift is not None and form.bias is None:
+            self._added(call, shift)
         _set(call, list(form.defaults), changed)
 
     def _chained(self, weight: Constant, root: Node, call: Node) -> Node:
@@ -116,9 +135,9 @@ class Absorbing:
         site, reach = fate.site, self.plan.reach(fate.site)
         source = site.form.given(site.node.args, site.node.kwargs)["input"]
         stands = source if fate.affine is None else self._alone(fate, source)
-        if fate.copied:
-            want = val_of(reach.ends[0])
-            stands = self._new(site.node, aten.clone.default, (stands,), {"memory_format": torch.contiguous_format})
+        have, want = val_of(stands), val_of(reach.ends[0]) if reach.ends else None
+        if have is not None and want is not None and not site.norm.out and not same_sizes(have.stride(), want.stride()):
+            stands = self._new(site.node, aten.clone.default, (stands,), {"memory_format": format_of(want)})
             stands.meta["val"] = want
         if site.norm.out:
             stands = self._new(site.node, aten.copy_.default, (site.norm.out["out"], stands))
@@ -144,9 +163,13 @@ class Absorbing:
         dtype = torch.float32 if half else val.dtype
         shape = (channels, 1, *[1] * spatial) if folded else (channels,)
         device = mean.tensor.device
+        parts = (("scale", affine.scale, shape, "weight"), ("shift", affine.shift, (channels,), "bias"))
         scale, shift = (
-            self.state.add(mean, leaf, tensor.to(dtype).view(to).to(device), True)
-            for leaf, tensor, to in (("scale", affine.scale, shape), ("shift", affine.shift, (channels,)))
+            self.state.node(
+                mean.root,
+                self.state.add(mean, leaf, tensor.to(dtype).view(to).to(device), self._requires_grad(site, (field,))),
+            )
+            for leaf, tensor, to, field in parts
         )
         if folded:
             ones, zeros = [1] * spatial, [0] * spatial

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_batchnorm.passes.state import State
-from torch_batchnorm.passes.values import val_of
+from torch_batchnorm.passes.values import arguments_of, cast_of, sizes_of, val_of
 
 aten = torch.ops.aten
 
@@ -43,55 +43,63 @@ _SCALINGS = {
     aten.mul.Scalar: "mul",
     aten.div.Tensor: "div",
     aten.div.Scalar: "div",
+    aten.rsub.Scalar: "rsub",
+    aten.neg.default: "neg",
 }
 
 
 def moved(node: Node) -> Node | None:
     """The operand whose entries a node hands on, each one as it is, None for any other node."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or val_of(source) is None or val_of(node) is None:
+    args = arguments_of(node)
+    source = args[0] if args else None
+    before, after = val_of(source), val_of(node)
+    if before is None or after is None:
         return None
     if node.target in _DROPOUTS:
-        return source if len(node.args) > 2 and node.args[2] is False else None
+        return source if args[2:3] == [False] else None
     if node.target is aten.pad.default:
-        return source if len(node.args) > 2 and node.args[2] != "constant" else None
-    return source if node.target in _MOVES | _ORDERED | _PADS else None
+        return source if len(args) > 2 and args[2] != "constant" else None
+    same = cast_of(node) is not None and before.dtype == after.dtype
+    return source if same or node.target in _MOVES | _ORDERED | _PADS else None
 
 
 def upstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] | None:
     """Where the channels along an axis of a moved tensor lie in its operand: the axis there, and the channel of each
     entry along it. None when no one axis tells them apart.
     """
-    source, moves = val_of(node.args[0]), _axes(node)
-    assert source is not None
+    moves = _axes(node)
     if moves is not None:
-        return (moves[axis], torch.arange(channels)) if axis < len(moves) else None
-    return _aligned(val_of(node), axis, channels, source)
+        return (moves[axis], _range(channels)) if axis < len(moves) else None
+    return _aligned(val_of(node), axis, channels, val_of(arguments_of(node)[0]))
 
 
 def downstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] | None:
     """As `upstream`, from the operand to the moved tensor."""
-    source, moves = val_of(node.args[0]), _axes(node)
+    moves = _axes(node)
     if moves is not None:
-        return (moves.index(axis), torch.arange(channels)) if axis in moves else None
-    return _aligned(source, axis, channels, val_of(node))
+        return (moves.index(axis), _range(channels)) if axis in moves else None
+    return _aligned(val_of(arguments_of(node)[0]), axis, channels, val_of(node))
+
+
+def _range(size: int) -> torch.Tensor:
+    return torch.arange(size, device="cpu")
 
 
 def _axes(node: Node) -> list[int] | None:
     """For each axis of a permuted tensor the one of its operand, of a padded tensor those that are not padded; None for
     what keeps the order of the entries.
     """
-    ndim = node.meta["val"].ndim
+    args, ndim = arguments_of(node), node.meta["val"].ndim
     axes: list[int] = list(range(ndim))
     if node.target in _PADS or node.target is aten.pad.default:
-        return axes[: ndim - len(node.args[1]) // 2]  # type: ignore[arg-type]
+        return axes[: ndim - len(args[1]) // 2]
     if node.target not in _MOVES:
         return None
     if node.target is aten.permute.default:
-        return [d % ndim for d in node.args[1]]  # type: ignore[union-attr]
+        return [d % ndim for d in args[1]]
     if node.target is aten.t.default:
         return axes[::-1]
-    a, b = (d % ndim for d in node.args[1:3])
+    a, b = (d % ndim for d in args[1:3])
     axes[a], axes[b] = axes[b], axes[a]
     return axes
 
@@ -102,16 +110,16 @@ def _aligned(have: Any, axis: int, channels: int, want: Any) -> tuple[int, torch
     An entry's channel is (place // entries to the right of the axis) % channels; along an axis of `want` with fewer
     entries to its right that is known when the axis covers whole rounds of the channels.
     """
-    inner = have.shape[axis + 1 :]
+    inner, sizes = sizes_of(have.shape[axis + 1 :]), sizes_of(want.shape)
     found = []
-    for at, size in enumerate(want.shape):
-        repeat = _quotient(inner, want.shape[at + 1 :])
+    for at, size in enumerate(sizes):
+        repeat = _quotient(inner, sizes[at + 1 :])
         if type(size) is int and repeat is not None and size and size % (repeat * channels) == 0:
             found.append((repeat, at != axis, at, size))  # sizes of one leave a choice
     if not found:
         return None
     repeat, _, at, size = min(found)
-    return at, torch.arange(size) // repeat % channels
+    return at, _range(size) // repeat % channels
 
 
 def _quotient(many: Any, few: Any) -> int | None:
@@ -137,28 +145,42 @@ def same_sizes(a: Any, b: Any) -> bool:
     return all(x == y if type(x) is type(y) is int else statically_known_true(x == y) for x, y in pairs)
 
 
+def format_of(val: torch.Tensor) -> torch.memory_format | None:
+    """The memory format that a tensor lies in, dense; None when it is another layout."""
+    formats: dict[torch.memory_format, tuple[int, ...]] = {torch.contiguous_format: tuple(range(val.ndim))}
+    if val.ndim in (4, 5):
+        last = torch.channels_last if val.ndim == 4 else torch.channels_last_3d
+        formats[last] = (0, *range(2, val.ndim), 1)
+    for kind, order in formats.items():
+        dense: list[Any] = [1]
+        for dim in reversed(order):
+            dense.append(dense[-1] * val.shape[dim])
+        if same_sizes([val.stride()[dim] for dim in reversed(order)], dense[:-1]):
+            return kind
+    return None
+
+
 def scaling(
     state: State, node: Node, value: Node, axis: int, channels: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The scale and the shift, [C] in float64, that a node applies to a value channel by channel, else None."""
     kind = _SCALINGS.get(node.target)  # type: ignore[call-overload]
     before, after = val_of(value), val_of(node)
-    if kind is None or len(node.args) != 2 or before is None or after is None:
+    if kind is None or before is None or after is None:
         return None
     alike = same_sizes(before.shape, after.shape) and same_sizes(before.stride(), after.stride())
-    if before.dtype != after.dtype or not alike:
+    args = arguments_of(node) if kind != "neg" else [0, *arguments_of(node)]
+    if before.dtype != after.dtype or not alike or args[0] is args[1]:
         return None
-    left = node.args[0] is value
-    other: Any = node.args[1 if left else 0]
-    rate: Any = node.kwargs.get("alpha", 1)
-    if node.args[0] is node.args[1] or (node.kwargs.keys() - {"alpha"}) or type(rate) not in (int, float):
+    left, rate = args[0] is value, args[2] if len(args) > 2 else 1
+    number = _channelwise(state, args[1 if left else 0], before.ndim - 1 - axis, channels)
+    if number is None or type(rate) not in (int, float) or (kind == "div" and not left):
         return None
-    number = _channelwise(state, other, before.ndim - 1 - axis, channels)
-    if number is None or (kind == "div" and not left):
-        return None
-    one = torch.ones(channels, dtype=torch.float64)
+    one = torch.ones(channels, dtype=torch.float64, device="cpu")
     if kind in ("mul", "div"):
         return (number if kind == "mul" else one / number), 0 * one
+    if kind == "rsub":  # number - rate * value
+        return -rate * one, number
     sign = 1 if kind == "add" else -1
     return (one, sign * rate * number) if left else (sign * rate * one, number)
 
@@ -166,11 +188,11 @@ def scaling(
 def _channelwise(state: State, other: Any, axis: int, channels: int) -> torch.Tensor | None:
     """A number, or a constant of one value a channel, as [C] in float64. The axis counts from the right."""
     if type(other) in (int, float):
-        return torch.full((channels,), float(other), dtype=torch.float64)
+        return torch.full((channels,), float(other), dtype=torch.float64, device="cpu")
     val = val_of(other)
-    if val is None or any(type(size) is not int for size in val.shape) or val.is_complex():
+    if val is None or val.is_complex():
         return None
-    wide = [(val.ndim - 1 - i, size) for i, size in enumerate(val.shape) if size != 1]
+    wide = [(val.ndim - 1 - i, size) for i, size in enumerate(sizes_of(val.shape)) if size != 1]
     if wide not in ([], [(axis, channels)]):
         return None
     constant = state.constant(other)

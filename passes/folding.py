@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from torch_batchnorm.decomps.affine import LIMITS
 from torch_batchnorm.errors import InvalidChoice
 from torch_batchnorm.passes.absorbing import Absorbing
@@ -13,7 +15,7 @@ from torch_batchnorm.passes.planning import Options, Plan
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
 from torch_batchnorm.passes.site import Site, find_nodes, find_sites
 from torch_batchnorm.passes.state import State
-from torch_batchnorm.passes.values import val_of
+from torch_batchnorm.passes.values import sizes_of, val_of
 
 ALONE = ("leave", "multiply_add", "depthwise")
 
@@ -57,6 +59,14 @@ class Fold:
             raise InvalidChoice(f"found float32_above={self.float32_above!r}, expected a number of elements or None")
         if not find_nodes(graphs_of(program)):
             return Result(program)
+        with torch.inference_mode(False), torch.no_grad():  # new tensors like those that the program had
+            result = self._folded(program)
+        if self.alone == "depthwise" and result.edits and result.declined:  # those may fold into new convolutions
+            again = self(result.program)
+            return Result(again.program, result.edits + again.edits, again.declined)
+        return result
+
+    def _folded(self, program: Program) -> Result:
         draft = Draft(program, self.inplace)
         state = State(draft)
         sites = list(find_sites(draft.graphs))
@@ -95,8 +105,9 @@ class Fold:
             return reason
         if val is None or any(val_of(head) is None for head in site.outputs["out"]):
             return "the graph keeps no shapes (no val): trace it with fake tensors"
-        if type(val.shape[1]) is not int or not val.shape[1]:
-            return f"its input has {val.shape[1]} channels, expected a known number"
+        channels = sizes_of(val.shape)[1]
+        if type(channels) is not int or not channels:
+            return f"its input has {channels} channels, expected a known number"
         if val.dtype not in LIMITS:
             return f"its input is {val.dtype}, expected one of {', '.join(map(str, LIMITS))}"
         return ""

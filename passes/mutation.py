@@ -101,11 +101,16 @@ def _name(overload: Any) -> str:
     return str(overload.name())
 
 
+def base_of(node: Node) -> Node:
+    """The first node whose memory a node may share."""
+    while node.op == "call_function" and may_alias(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def accesses(node: Node) -> tuple[list[Node], list[Node]]:
     """Who reads the memory of a node's result and who writes it, through aliases too, as far as schemas say."""
-    base = node
-    while base.op == "call_function" and may_alias(base) and base.all_input_nodes:
-        base = base.all_input_nodes[0]
+    base = base_of(node)
     reads: list[Node] = []
     writes: list[Node] = []
     seen, work = {base}, [base]

@@ -14,13 +14,13 @@ from torch.fx import Node
 from torch_batchnorm.decomps.affine import Affine
 from torch_batchnorm.decomps.forms import FIELDS, HALF
 from torch_batchnorm.decomps.layers import LAYER_BY_TARGET
-from torch_batchnorm.passes.channels import downstream, moved, same_sizes, scaling, upstream
-from torch_batchnorm.passes.mutation import accesses
+from torch_batchnorm.passes.channels import downstream, format_of, moved, same_sizes, scaling, upstream
+from torch_batchnorm.passes.mutation import accesses, base_of
 from torch_batchnorm.passes.program import Draft
 from torch_batchnorm.passes.site import Site
-from torch_batchnorm.passes.state import State, quantization, runs_graphs
-from torch_batchnorm.passes.targets import Target, lossy, target_of
-from torch_batchnorm.passes.values import val_of
+from torch_batchnorm.passes.state import State, quantization
+from torch_batchnorm.passes.targets import Target, fits, lossy, target_of
+from torch_batchnorm.passes.values import arguments_of, measures, sizes_of, val_of
 
 aten = torch.ops.aten
 
@@ -42,15 +42,14 @@ class Options:
 class Fate:
     """What becomes of a site: direction "up", "down" or "alone"; the layers.
 
-    scaled: the constant scales and shifts on the way up, which go too, each with what it scaled. copied: whether what
-    stands for the site has to be copied, to lie in memory as its output. affine: what is left to be computed, alone.
+    scaled: the constant scales and shifts on the way up, which go too, each with what it scaled. affine: what is left
+    to be computed, alone.
     """
 
     site: Site
     direction: str
     targets: list[Target]
     scaled: dict[Node, Node]
-    copied: bool
     affine: Affine | None
 
 
@@ -106,10 +105,10 @@ class Plan:
     def _settle(self, site: Site, direction: str) -> str:
         """Decides a site's fate, or says why it cannot be this one."""
         reach: Any = self._reaches[site.node]
-        source, copied = site.norm.input, not site.norm.out and self._layout(site, reach)
-        if isinstance(copied, str):
-            return copied
-        fate = Fate(site, direction, [], {}, copied, reach.affine if direction == "alone" else None)
+        source, reason = site.norm.input, "" if site.norm.out else self._layout(site, reach)
+        if reason:
+            return reason
+        fate = Fate(site, direction, [], {}, reach.affine if direction == "alone" else None)
         if direction == "alone":
             return self._alone(fate)
         if direction == "up":
@@ -135,8 +134,12 @@ class Plan:
         site, nodes = fate.site, (*self.reach(fate.site).tail, *fate.site.outputs["out"])
         self.fates[site.node] = fate
         self.gone |= {node: (source, node) for node, source in fate.scaled.items()}
-        if not site.norm.out:  # which holds the output, for others too
+        if self._one_end(site):
             self.gone |= dict.fromkeys(nodes, (site.norm.input, site.node))
+
+    def _one_end(self, site: Site) -> bool:
+        """Whether one node holds its output, and no out argument: who reads that node reads all there is of it."""
+        return len(self.reach(site).ends) == 1 and not site.norm.out
 
     def _reach(self, site: Site) -> Reach | str:
         """The site's affine and those of the scales and shifts behind it, or why it has none."""
@@ -162,18 +165,12 @@ class Plan:
             tail.append(reader)
         return Reach(affine, tuple(tail), ends)
 
-    def _layout(self, site: Site, reach: Reach) -> bool | str:
-        """Whether what stands for the site has to be copied to lie in memory as its output, or that no copy does."""
-        have: Any = val_of(site.norm.input)
-        want: Any = val_of(reach.ends[0])
-        if same_sizes(have.stride(), want.stride()):
-            return False
-        dense = 1
-        for size, stride in zip(reversed(want.shape), reversed(want.stride()), strict=True):
-            if not same_sizes((stride,), (dense,)):
-                return f"its output has strides {tuple(want.stride())} and its input {tuple(have.stride())}"
-            dense = dense * size
-        return True
+    def _layout(self, site: Site, reach: Reach) -> str:
+        """Why what stands for the site cannot lie in memory as its output does, empty when it can, copied or not."""
+        have, want = val_of(site.norm.input), val_of(reach.ends[0]) if reach.ends else None
+        if have is None or want is None or same_sizes(have.stride(), want.stride()) or format_of(want):
+            return ""
+        return f"its output has strides {tuple(want.stride())} and its input {tuple(have.stride())}"
 
     # Up: into what makes the input.
 
@@ -182,10 +179,12 @@ class Plan:
     ) -> list[tuple[Target, Affine]] | str:
         """The layers that make a value, each with its part of the affine, or why it is not made by layers alone."""
         while True:
-            others = [user for user in value.users if user is not reader and not _measures(user, value)]
+            others = [user for user in value.users if user is not reader and not measures(user, value)]
             if value.target in LAYER_BY_TARGET:
                 if others and not self.options.clone_calls:
                     return f"{value.name} is read by {_listed(others)} too (clone_calls=True calls it once more)"
+                if others and (written := self._written(value, value)):
+                    return written
                 return self._behind(value, reader if others else None, affine, axis)
             scaled = self._scaled(value, affine, axis)
             if not (value in self.gone or moved(value) or value.target in _CONCATS or scaled):
@@ -208,7 +207,7 @@ class Plan:
                 if found is None:
                     return f"{value.name} ({value.target}) mixes its channels with other dimensions"
                 axis, affine = found[0], affine.take(found[1])
-                value, reader = value.args[0], value  # type: ignore[assignment]
+                value, reader = arguments_of(value)[0], value
 
     def _scaled(self, value: Node, affine: Affine, axis: int) -> tuple[Node, tuple[Tensor, Tensor]] | None:
         """What a value is a constant scale and shift of, and these."""
@@ -220,13 +219,14 @@ class Plan:
 
     def _branches(self, concat: Node, affine: Affine, axis: int, fate: Fate) -> list[tuple[Target, Affine]] | str:
         """Every tensor of a concatenation along the channels takes its part."""
-        tensors: Any = concat.args[0]
-        vals = [val_of(tensor) for tensor in tensors]
-        dim = concat.args[1] if len(concat.args) > 1 else concat.kwargs.get("dim", 0)
-        known = [val for val in vals if val is not None]
-        if len(known) < len(vals) or dim % known[0].ndim != axis or len(set(tensors)) < len(tensors):  # type: ignore[operator]
-            return f"{concat.name} does not concatenate different tensors along its channels"
-        sizes = [val.shape[axis] for val in known]
+        args = arguments_of(concat)
+        tensors, dim = args[0], args[1] if len(args) > 1 else 0
+        known = [val for val in map(val_of, tensors) if val is not None and val.ndim > axis]
+        if len(known) < len(tensors) or dim % known[0].ndim != axis:
+            return f"{concat.name} does not concatenate along its channels"
+        if len(set(tensors)) < len(tensors):
+            return f"{concat.name} concatenates a tensor with itself"
+        sizes = [sizes_of(val.shape)[axis] for val in known]
         if any(type(size) is not int for size in sizes):
             return f"{concat.name} concatenates numbers of channels that are not known"
         found: list[tuple[Target, Affine]] = []
@@ -253,7 +253,7 @@ class Plan:
     def _down(self, ends: Iterable[Node], affine: Affine, axis: int) -> list[tuple[Target, Affine]] | str:
         """The layers that read a value, each with the affine in its channels, or why it is not read by layers alone."""
         found: list[tuple[Target, Affine]] = []
-        for value, user in ((end, user) for end in ends for user in end.users if not _measures(user, end)):
+        for value, user in ((end, user) for end in ends for user in end.users if not measures(user, end)):
             fate = self.fates.get(user)
             if user.target in LAYER_BY_TARGET:
                 part = self._ahead(user, value, affine, axis)
@@ -288,12 +288,23 @@ class Plan:
         return [(target, affine)]
 
     def _written(self, value: Node, node: Node) -> str:
-        """Why a value may be another one by the time that something behind a node reads it."""
+        """Why a value may be another one by the time that something behind a node reads it, as far as one can tell:
+        inputs of the program that share memory when it is called are taken to be written together.
+        """
         if self.draft.functional:
             return ""
-        reads, writes = accesses(value)
-        written = [user for user in (*writes, *filter(runs_graphs, reads)) if user > node]
-        return f"{value.name} may be written to by {_listed(written)}" if written else ""
+        bases = [base_of(value)]
+        if bases[0] in self.state.names:
+            names = self.state.sharing(self.state.names[bases[0]])
+            bases += [root for name in names for root in self.state.roots[name] if root.graph is value.graph]
+        elif bases[0].op == "placeholder":
+            bases += [node for node in value.graph.find_nodes(op="placeholder") if node not in self.state.names]
+        written: list[Node] = []
+        for base in dict.fromkeys(bases):
+            reads, writes = accesses(base)
+            written += [*writes, *filter(self.state.runs_graph, reads)]
+        late = {user for user in written if user > node}
+        return f"{value.name} may be written to by {_listed(late)}" if late else ""
 
     # Alone: on its own.
 
@@ -304,21 +315,27 @@ class Plan:
             return ""
         source = site.norm.input
         val: Any = val_of(source)
-        compute = torch.float32 if val.dtype in HALF and not self.convolves(fate) else val.dtype
-        reason = lossy(affine.lost(torch.zeros(()), compute), compute)
+        dtype = torch.float32 if val.dtype in HALF and not self.convolves(fate) else val.dtype
+        before = self._alone_by.get(source) if len(source.users) == 1 else None
+        first = None if before is None else before.affine
+        both = affine if first is None else first.then(affine)
+        reason = lossy(affine.lost(torch.zeros((), device="cpu") if first is None else first.shift, dtype), dtype)
+        if not (fits(both.scale, dtype) and fits(both.shift, dtype)):
+            return f"its scale and its shift are out of the range of {dtype}"
         if reason and not self.options.force:
             return reason
         self._settled(fate)
-        before = self._alone_by.get(source) if len(source.users) == 1 else None
-        if before is not None and before.affine is not None:
-            before.affine, fate.affine = before.affine.then(affine), None
-        self._alone_by |= dict.fromkeys(self.reach(site).ends, before or fate)
+        if before is not None:
+            before.affine, fate.affine = both, None
+        if self._one_end(site):
+            self._alone_by[self.reach(site).ends[0]] = before or fate
         return ""
 
     def convolves(self, fate: Fate) -> bool:
         """Whether a site alone becomes a convolution."""
         val = val_of(fate.site.norm.input)
-        return self.options.alone == "depthwise" and val is not None and 3 <= val.ndim <= 5
+        usual = val is not None and 3 <= val.ndim <= 5 and format_of(val) is not None
+        return self.options.alone == "depthwise" and usual
 
     # What only shows when all is decided.
 
@@ -342,9 +359,9 @@ class Plan:
 
     def _by_memory(self) -> list[list[Target]]:
         """The layers that read the same weight."""
-        found: dict[int, list[Target]] = {}
+        found: dict[tuple[str, ...], list[Target]] = {}
         for target in self.targets.values():
-            found.setdefault(target.weight.tensor.untyped_storage()._cdata, []).append(target)
+            found.setdefault(tuple(self.state.sharing(target.weight.name)), []).append(target)
         return list(found.values())
 
     def groups(self) -> list[list[Target]]:
@@ -368,40 +385,31 @@ class Plan:
             target.fresh = target.reader is not None
         if not own:
             return
-        name = own[0].weight.name
-        others = self.state.readers(name) - {target.call for target in own}
-        alike = all(own[0].same(target) for target in own)
-        if not others and alike:
+        name, calls = own[0].weight.name, [target.call for target in own]
+        readers = self.state.readers(name)
+        others = [reader for reader in readers if reader not in calls]
+        if len(readers) == len(calls) and not others and all(own[0].same(target) for target in own):
             return
         if self.options.clone_weights:
             for target in own:
                 target.fresh = True
             return
-        calls = _listed(others or [target.call for target in own])
-        how = "is read by" if others else "would differ between"
+        if others:
+            reason = f"{name} is read by {_listed(others)} too"
+        elif len(readers) > len(calls):
+            reason = f"{name} is more than the weight of {_listed(calls)}"
+        else:
+            reason = f"{name} would differ between {_listed(calls)}"
         for target in own:
-            yield target, f"{name} {how} {calls}{' too' if others else ''} (clone_weights=True copies it)"
+            yield target, f"{reason} (clone_weights=True copies it)"
 
     def told(self, site: Site) -> str:
         """What became of a site, for its edit."""
         fate = self.fates[site.node]
         if fate.direction == "alone":
             return "a 1x1 depthwise convolution" if self.convolves(fate) else "a multiply-add"
-        calls = [f"{t.call.name} ({t.call.target})" for t in fate.targets]
+        calls = [f"{'a copy of ' if t.reader else ''}{t.call.name} ({t.call.target})" for t in fate.targets]
         return "folded into " + ", ".join(calls)
-
-
-# What takes the shape of its second operand, and what reads nothing but the shape, dtype and layout of its first.
-_LIKE = {aten.reshape_as.default, aten.view_as.default, aten.expand_as.default}
-_SIZES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int} | {
-    getattr(aten, name).default
-    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
-}
-
-
-def _measures(user: Node, value: Node) -> bool:
-    """Whether a node reads the shape of a value alone."""
-    return user.target in _SIZES or (user.target in _LIKE and user.args[0] is not value)
 
 
 def _each(target: Target, reason: str) -> Iterator[tuple[tuple[Node, str], str]]:
@@ -410,7 +418,7 @@ def _each(target: Target, reason: str) -> Iterator[tuple[tuple[Node, str], str]]
 
 
 def _listed(nodes: Iterable[Node]) -> str:
-    names = sorted(node.name for node in nodes)
+    names = sorted({node.name for node in nodes})
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

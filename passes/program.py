@@ -144,6 +144,7 @@ class Draft:
         self._unread: set[str] = set()  # the inputs that go
         self.verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
         self.renamed: dict[str, str] = {}  # nodes that others stand for now, for the signatures of module calls
+        self.left: set[str] = set()  # modules that nodes were taken out of: what has none left has no call signature
         self._unchecked = False  # whether the dialect or the signature's mutations changed
         self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -259,6 +260,14 @@ class Draft:
             self._gained[target] = value
             self._dropped = True
         return node
+
+    def module_of(self, graph: Graph) -> GraphModule:
+        """The module that holds a graph of the draft in the program it was made from."""
+        return next(module for _, module in self._modules if self._graphs[id(module.graph)] is graph)
+
+    def has_attribute(self, name: str) -> bool:
+        """Whether a module of a graph module has an attribute of this dotted name."""
+        return self.signature is None and _attribute(self.top, name) is not None
 
     def input_target(self, node: Node) -> str | None:
         """The FQN of the parameter, buffer or constant that a placeholder of the top graph brings in."""
@@ -408,6 +417,11 @@ class Draft:
         if not isinstance(self.program, ExportedProgram):
             return []
         entries = list(map(_copy_entry, self.program.module_call_graph))
+        if any(entry.signature is not None and entry.fqn in self.left for entry in entries):
+            stacks = [n.meta.get("nn_module_stack") or {} for _, graph in self.graphs for n in graph.nodes]
+            there = {path for stack in stacks for path, _ in stack.values()}
+            gone = self.left - there
+            entries = [e if e.fqn not in gone else dataclasses.replace(e, signature=None) for e in entries]
         for signature in (entry.signature for entry in entries if entry.signature is not None):
             for argument in (*signature.inputs, *signature.outputs):
                 name = getattr(argument, "name", None)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from torch_batchnorm.passes.counting import COUNTER, ONCE, callers_of
 from torch_batchnorm.passes.mutation import writes_to
-from torch_batchnorm.passes.program import Draft, Program, empty_val
+from torch_batchnorm.passes.program import Draft, Program, called_by, empty_val
 from torch_batchnorm.passes.removal import set_val
-from torch_batchnorm.passes.values import cast_of, val_of
+from torch_batchnorm.passes.values import arguments_of, cast_of, measures, val_of
 
 aten = torch.ops.aten
 
@@ -38,6 +40,9 @@ _COPIES = {
     aten.clone.default,
     aten.contiguous.default,
     aten.lift_fresh_copy.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.expand.default,
 }
 
 
@@ -57,7 +62,7 @@ class Constant:
         """What the operand is."""
         found = self.tensor.detach()
         for node in self.chain:
-            found = node.target(found, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+            found = _again(node, found)
         return found
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -67,8 +72,20 @@ class Constant:
                 continue
             if node.target not in _VIEWS:
                 return None
-            tensor = node.target(tensor, *node.args[1:], **node.kwargs)
+            tensor = _again(node, tensor)
         return tensor
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """Which tensor it is and how it is read."""
+        return self.name, *((str(node.target), str(arguments_of(node)[1:])) for node in self.chain)
+
+
+def _again(node: Node, tensor: torch.Tensor) -> torch.Tensor:
+    """What a view, a copy or a cast makes of a tensor."""
+    keywords = {key: value for key, value in node.kwargs.items() if not isinstance(value, Node)}
+    found: torch.Tensor = node.target(tensor, *node.args[1:], **keywords)  # type: ignore[operator]
+    return found
 
 
 class State:
@@ -82,13 +99,18 @@ class State:
         self.names: dict[Node, str] = {}
         self.roots: dict[str, list[Node]] = defaultdict(list)
         self._bound: dict[Node, tuple[Node, Node]] = {}  # placeholder of a nested graph -> its caller, the operand
-        self._shared: dict[int, list[str]] = defaultdict(list)
         self._known: dict[Node, Constant | str] = {}
         self._fixed: dict[str, str] = {}
         self._mutated = {target for target, _ in draft.mutations()}
-        self._dead: dict[str, Node] = {}
+        self._dead: set[str] = set()
         self._callers: set[Node] = set()
+        self._opaque: dict[str, Node] = {}  # what a module that is no graph holds -> who calls it
+        self._made: dict[tuple[Node, str], Node] = {}  # new parameters: a root beside it, its name -> its node
         self._latest: dict[Node, Node] = {}  # the last new parameter beside a node
+        self._shared: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        for name in self.tensors:
+            self._shares(name)
+        self._taken = {prefix for name in self.tensors for prefix in accumulate(name.split("."), "{}.{}".format)}
         self._find()
 
     def _find(self) -> None:
@@ -100,9 +122,21 @@ class State:
                 self._name(node, f"{path}.{node.target}" if path else str(node.target))
             if path and len(callers.get(path, ())) == 1:
                 self._bind(graph.find_nodes(op="placeholder"), callers[path][0][1])
-        for name, tensor in self.tensors.items():
-            if type(tensor) in _PLAIN and tensor.device.type != "meta":
-                self._shared[tensor.untyped_storage()._cdata].append(name)
+            for node in graph.find_nodes(op="call_module"):
+                held = f"{path}.{node.target}." if path else f"{node.target}."
+                if not called_by(self.draft.module_of(graph), node):
+                    self._opaque |= {name: node for name in self.tensors if name.startswith(held)}
+
+    def _shares(self, name: str) -> None:
+        """Notes which memory a tensor takes up, from its first to behind its last entry."""
+        tensor = self.tensors[name]
+        if _obstacle(tensor):
+            return
+        size = tensor.element_size()
+        begin = tensor.storage_offset() * size
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = begin + (last + 1) * size if tensor.numel() else begin
+        self._shared[tensor.untyped_storage()._cdata].append((int(begin), int(end), name))
 
     def _name(self, node: Node, name: str | None) -> None:
         if name is not None and name in self.tensors:
@@ -130,17 +164,15 @@ class State:
     def _constant(self, operand: Node) -> Constant | str:
         node, chain = operand, []
         while node not in self.names:
-            reads = node.target in _VIEWS or node.target in _COPIES or cast_of(node) is not None
-            if not reads or node.all_input_nodes != [node.args[0]]:
+            if not _hands_on(node) or not node.args or node.all_input_nodes != [node.args[0]]:
                 what = "an input" if node.op == "placeholder" else f"computed by {node.target}"
                 return f"{operand.name} is no constant of the program: {node.name} is {what}{quantization(node)}"
             chain.append(node)
             node = node.args[0]  # type: ignore[assignment]
         name = self.names[node]
         tensor = self.tensors[name]
-        if type(tensor) not in _PLAIN or tensor.device.type == "meta":
-            kind = "has no values (fake, or on the meta device)" if _empty(tensor) else f"is a {type(tensor).__name__}"
-            return f"{name} {kind}, expected a plain tensor"
+        if reason := _obstacle(tensor):
+            return f"{name} {reason}, expected a plain tensor"
         if name not in self._fixed:
             self._fixed[name] = self._writer(name)
         return self._fixed[name] or Constant(name, node, tensor, tuple(reversed(chain)))
@@ -148,23 +180,37 @@ class State:
     def _writer(self, name: str) -> str:
         """Why a tensor is no constant: who writes to it or to memory that it shares."""
         for other in self.sharing(name):
+            if other in self._opaque:
+                return f"{name} belongs to {self._opaque[other].target}, a module that is called and is no graph"
             for root in self.roots[other]:
                 if root in self._mutated:
                     return f"{name} is no constant of the program, which lists a mutation of {root.name}"
                 for reader, operand in self._users(root):
                     if writes_to(reader, operand):
                         return f"{name} is no constant of the program: {reader.name} writes to {root.name}"
-                    if not self.draft.functional and runs_graphs(reader):
+                    if not self.draft.functional and self.runs_graph(reader):
                         return f"{name} is handed to {reader.name} ({reader.target}), which may write to it"
         return ""
 
-    def sharing(self, name: str) -> list[str]:
-        """The names of everything in the same memory, its own too."""
-        return self._shared[self.tensors[name].untyped_storage()._cdata]
+    def runs_graph(self, node: Node) -> bool:
+        """Whether a node calls a nested graph, or a module, other than torch.export's of guards, which reads."""
+        if node.op == "call_module":
+            return node.target != "_guards_fn"
+        return bool(called_by(self.draft.module_of(node.graph), node))
 
-    def readers(self, name: str) -> set[Node]:
-        """Every node that reads a tensor, or memory that it shares, through views and casts."""
-        return {r for other in self.sharing(name) for root in self.roots[other] for r, _ in self._users(root)}
+    def sharing(self, name: str) -> list[str]:
+        """The names of everything in the same memory, or in a part of it; its own too."""
+        tensor = self.tensors[name]
+        if _obstacle(tensor):
+            return [name]
+        held = self._shared[tensor.untyped_storage()._cdata]
+        begin, end = next((b, e) for b, e, other in held if other == name)
+        return [other for b, e, other in held if other == name or (b < end and begin < e)]
+
+    def readers(self, name: str) -> list[Node]:
+        """Every node that reads a tensor, or memory that it shares, through views and casts; once for each operand."""
+        reads = ((r, o) for other in self.sharing(name) for root in self.roots[other] for r, o in self._users(root))
+        return [r for r, operand in reads for a in pytree.tree_leaves((r.args, r.kwargs)) if a is operand]
 
     def _users(self, root: Node) -> Iterator[tuple[Node, Node]]:
         """Who reads a root, each with the operand it reads: not views and casts, nor calls of graphs that run once."""
@@ -172,9 +218,9 @@ class State:
         while work:
             operand = work.pop()
             for user in operand.users:
-                if user.target in _VIEWS or user.target in _COPIES or cast_of(user) is not None:
+                if _hands_on(user):
                     work.append(user)
-                elif user not in self._callers or not self._handed(user, operand):
+                elif not measures(user, operand) and (user not in self._callers or not self._handed(user, operand)):
                     yield user, operand
 
     def _handed(self, caller: Node, operand: Node) -> bool:
@@ -188,26 +234,29 @@ class State:
             if self.tensors[other] is old:
                 self.draft.hold(other, _like(tensor, old))
 
-    def add(self, beside: Constant, leaf: str, tensor: torch.Tensor, requires_grad: bool | None = None) -> Node:
-        """A new parameter beside another tensor of the state, called as that one with another last part; its node."""
+    def add(self, beside: Constant, leaf: str, tensor: torch.Tensor, learns: bool) -> str:
+        """A new parameter beside another tensor of the state, called as that one with another last part; its name."""
         owner = beside.name.rpartition(".")[0]
         name = fresh = f"{owner}.{leaf}" if owner else leaf
         number = 0
-        while fresh in self.tensors:
+        while fresh in self._taken or self.draft.has_attribute(fresh):
             number += 1
             fresh = f"{name}_{number}"
-        learns = beside.tensor.requires_grad if requires_grad is None else requires_grad
         held = torch.nn.Parameter(tensor, requires_grad=learns)
+        self._taken.add(fresh)
         self.tensors[fresh] = held
+        self._shares(fresh)
         self.draft.hold(fresh, held, beside.name)
-        return self._node(beside.root, fresh, held)
+        return fresh
 
-    def _node(self, beside: Node, name: str, tensor: torch.Tensor) -> Node:
-        """A node for a new parameter in the graph of another one; a nested graph is handed it."""
-        graph, after = beside.graph, self._latest.get(beside, beside)
+    def node(self, beside: Node, name: str) -> Node:
+        """A node for a new parameter beside a root, in its graph; a nested graph is handed it."""
+        if (beside, name) in self._made:
+            return self._made[beside, name]
+        graph, after, tensor = beside.graph, self._latest.get(beside, beside), self.tensors[name]
         if beside in self._bound:
             caller, operand = self._bound[beside]
-            outer = self._node(operand, name, tensor)
+            outer = self.node(operand, name)
             last = graph.find_nodes(op="placeholder")[-1]
             with graph.inserting_after(last):
                 node = graph.placeholder(outer.name)
@@ -219,7 +268,7 @@ class State:
             depth = str(beside.target).count(".")
             with graph.inserting_after(after):
                 node = graph.get_attr(".".join(name.split(".")[-1 - depth :]))
-        self._latest[beside] = node
+        self._made[beside, name] = self._latest[beside] = node
         val = val_of(beside)
         set_val(node, None if val is None else _val_like(val, tensor), beside)
         self._name(node, name)
@@ -231,7 +280,7 @@ class State:
             return
         operands = node.all_input_nodes
         if node in self.names:
-            self._dead[self.names[node]] = node
+            self._dead.add(self.names[node])
             if node not in self._bound:
                 return
             caller, operand = self._bound.pop(node)
@@ -245,36 +294,39 @@ class State:
         for operand in operands:
             self.prune(operand)
 
-    def counter(self, mean: Node) -> None:
-        """Notes that the counter beside a running mean, known as a constant, is not needed."""
-        found = self._known[mean]
-        assert isinstance(found, Constant)
-        owner = found.name.rpartition(".")[0]
-        self._dead_if_unread(f"{owner}.{COUNTER}" if owner else COUNTER)
-
-    def _dead_if_unread(self, name: str) -> None:
-        for root in self.roots.get(name, ()):
-            if not root._erased and not root.users:
-                self._dead[name] = root
-
     def drop(self) -> None:
-        """Takes everything dead out of the state and the signature, under all the names that nothing reads."""
+        """Takes everything dead out of the state and the signature: under all its names, and the counter of a batch
+        norm with its running mean.
+        """
         for name in list(self._dead):
-            tensor = self.tensors[name]
-            for other in self.sharing(name):
-                if self.tensors[other] is tensor and other not in self._dead:
-                    self._dead_if_unread(other)
-            if not self.roots[name]:
-                self._dead.pop(name)
-        gone = {n for n in self._dead if all(root._erased or not root.users for root in self.roots[n])}
+            self._dead |= {other for other in self.sharing(name) if self.tensors[other] is self.tensors[name]}
+        gone = {name for name in self._dead if self._free(name)}
+        owners = [name.rpartition(".")[0] for name in gone if name.rpartition(".")[2] == "running_mean"]
+        counters = (f"{owner}.{COUNTER}" if owner else COUNTER for owner in owners)
+        gone |= {name for name in counters if name in self.tensors and self._free(name)}
         self.draft.drop_state(gone, [root for name in gone for root in self.roots[name] if not root._erased])
+
+    def _free(self, name: str) -> bool:
+        """Whether nothing reads a tensor."""
+        return name not in self._opaque and all(root._erased or not root.users for root in self.roots[name])
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _empty(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+def _obstacle(tensor: torch.Tensor) -> str:
+    """Why a tensor's entries cannot be read and written as they lie in memory, empty when they can."""
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return "has no values (fake, or on the meta device)"
+    if type(tensor) not in _PLAIN:
+        return f"is a {type(tensor).__name__}"
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    return "" if plain else f"is a {tensor.layout} tensor" if not tensor.is_quantized else "is quantized"
+
+
+def _hands_on(node: Node) -> bool:
+    """Whether a node makes a view, a copy or a cast of a constant."""
+    return node.target in _VIEWS or node.target in _COPIES or cast_of(node) is not None
 
 
 def _like(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -289,13 +341,6 @@ def _val_like(val: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if val.shape == tensor.shape and val.dtype == tensor.dtype:
         return val
     return empty_val(val, tensor.shape, tensor.dtype).requires_grad_(val.requires_grad)
-
-
-def runs_graphs(node: Node) -> bool:
-    """Whether a node calls a nested graph, or a module that is not seen through."""
-    if node.op == "call_module":
-        return node.target != "_guards_fn"  # torch.export's, which reads
-    return any(n.op == "get_attr" and val_of(n) is None for n in node.all_input_nodes)
 
 
 _QUANTIZES = ("quantize", "fake_quant", "activation_post_process")

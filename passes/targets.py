@@ -50,8 +50,8 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The coarser of what its weight and its output are held in."""
-        vals = (val_of(self.call), val_of(self.layer.weight))
+        """The coarsest of what its weight, in the state and as it is read, and its output are held in."""
+        vals = (self.weight.tensor, val_of(self.call), val_of(self.layer.weight))
         return max((val.dtype for val in vals if val is not None), key=lambda dtype: torch.finfo(dtype).eps)
 
     def axis(self, value: Node) -> int:
@@ -70,13 +70,12 @@ class Target:
         """Whether it gets the same weights, from tensors that are the same."""
         ours, theirs = (self.into, self.out), (other.into, other.out)
         alike = all(a.same(b) if a and b else a is b for a, b in zip(ours, theirs, strict=True))
-        named = [t.bias.name if t.bias else "" for t in (self, other)]
-        shaped = [(t.weight.name, t.layer.groups, t.layer.input_first) for t in (self, other)]
-        return alike and named[0] == named[1] and shaped[0] == shaped[1]
+        read = [(t.weight.read, t.bias and t.bias.read, t.layer.groups, t.layer.input_first) for t in (self, other)]
+        return alike and read[0] == read[1]
 
     def losses(self) -> Iterator[tuple[Site, str, str]]:
         """The sites that rounding makes too much of in it, where each of them is, and why."""
-        lost = [(site, "down", affine.lost(torch.zeros(()), self.dtype)) for site, affine in self.intos]
+        lost = [(site, "down", affine.lost(torch.zeros((), device="cpu"), self.dtype)) for site, affine in self.intos]
         bias = self._bias()
         for site, affine in self.outs:
             lost.append((site, "up", affine.lost(bias, self.dtype)))
@@ -94,22 +93,27 @@ class Target:
         """The new weight, like the tensor in the state, and the new bias, [out] in float64; or why the dtype of the
         weight cannot hold them.
         """
-        old, out = self.weight.tensor.detach(), self.out
-        dtype = torch.float32 if float32_above is not None and old.numel() > float32_above else torch.float64
-        made = self._written(torch.empty_like(old), dtype)
+        old, out, name = self.weight.tensor.detach(), self.out, self.weight.name
+        exact = torch.float32 if float32_above is not None and old.numel() > float32_above else torch.float64
+        made = self._written(torch.empty_like(old), exact)
         bias = self._bias()
         bias = bias if out is None else bias * out.scale + out.shift
-        held = bias.to(self.dtype)
-        if not bool(made.sum(dtype=torch.float32).isfinite()) or not bool(held.sum().isfinite()):
-            finite = bool(made.isfinite().all()) and bool(held.isfinite().all())
-            if not finite and bool(old.isfinite().all()):
-                return f"its scale takes {self.weight.name} out of the range of {old.dtype}"
-        if old.dtype in HALF and not force:
-            exact = self._written(torch.empty_like(old, dtype=torch.float64), dtype)
-            error, size = (self._sums(t) for t in (exact - made.double(), exact))
-            if float((error / size.clamp_min(torch.finfo(torch.float64).tiny)).max()) > LIMITS[old.dtype]:
-                return f"its scale takes {self.weight.name} below the range of {old.dtype}"
+        held = [tensor.to(self.dtype) for tensor in (made, bias)]
+        if not all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in held):  # quick, and seldom not
+            finite = all(bool(tensor.isfinite().all()) for tensor in held)
+            if not finite and (self.intos or self._is_finite()):
+                return f"its scale or its shift takes {name} out of the range of {self.dtype}"
+        if self.dtype in HALF and not force:
+            precise = self._written(torch.empty_like(old, dtype=torch.float64), exact)
+            error, size = (self._sums(tensor) for tensor in (precise - held[0].double(), precise))
+            if float((error / size.clamp_min(torch.finfo(torch.float64).tiny)).max()) > LIMITS[self.dtype]:
+                return f"its scale takes {name} below the range of {self.dtype}"
         return made, bias
+
+    def _is_finite(self) -> bool:
+        """Whether the weights are finite that it had."""
+        tensors = [self.weight.tensor] + ([] if self.bias is None else [self.bias.value()])
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def _written(self, made: Tensor, dtype: torch.dtype) -> Tensor:
         read: Any = self.weight.view(self.weight.tensor.detach())
@@ -138,6 +142,13 @@ def lossy(lost: float, dtype: torch.dtype) -> str:
         f"folding it loses {lost:.1e} standard deviations of a channel to rounding in {dtype}, more than "
         f"{LIMITS[dtype]:.1e} (force=True folds it)"
     )
+
+
+def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds numbers in float64 to within what a fold may lose."""
+    held = tensor.to(dtype)
+    off = (held.double() - tensor).abs() > LIMITS[dtype] * tensor.abs()
+    return bool(held.isfinite().all()) and not bool(off.any())
 
 
 def target_of(state: State, call: Node, reader: Node | None) -> Target | str:

@@ -44,6 +44,38 @@ def op_of(node: Any) -> str:
     return target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
 
 
+def arguments_of(node: Node) -> list[Any]:
+    """The arguments of a call in the order of its schema, by position or by keyword; those by position without one."""
+    if not isinstance(node.target, OpOverload) or not node.kwargs:
+        return list(node.args)
+    schema = node.target._schema.arguments
+    given = {**dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
+    return [given.get(a.name, a.default_value) for a in schema]
+
+
+def sizes_of(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """Sizes as plain numbers where they are known, a dynamic one that is constant too."""
+    return tuple(size if type(size) is int else _plain(size) for size in sizes)
+
+
+def _plain(size: Any) -> Any:
+    known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+    return size if known is None else known
+
+
+# What takes the shape of its second operand, and what reads nothing but the shape, dtype and layout of its first.
+_LIKE = {aten.reshape_as.default, aten.view_as.default, aten.expand_as.default}
+_MEASURES = {aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten._assert_tensor_metadata.default} | {
+    getattr(aten, name).default
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
+}
+
+
+def measures(user: Node, value: Node) -> bool:
+    """Whether a node reads the shape, dtype and layout of a value alone, none of its entries."""
+    return user.target in _MEASURES or (user.target in _LIKE and arguments_of(user)[0] is not value)
+
+
 def channel_axis(val: torch.Tensor | None) -> int | None:
     """Where a tensor of one value a channel has its channels, counted from the right; None for any other tensor.
 
