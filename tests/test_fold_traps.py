@@ -1,0 +1,340 @@
+"""Programs on which a fold is easily wrong: whatever is folded or declined, every output stays."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import torch_batchnorm as tbn
+from programs import export, saved_and_loaded
+from torch_batchnorm import Fold
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    """A function of itself and its input over the parts that it is given, in float64; its batch norms are not new."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+        generator = torch.Generator().manual_seed(0)
+        self.double()
+        for bn in (m for m in self.modules() if isinstance(m, _BatchNorm)):
+            for tensor, low, high in ((bn.running_mean, -1, 1), (bn.running_var, 0.5, 2)):
+                tensor.uniform_(low, high, generator=generator)
+            for tensor, low, high in ((bn.weight, 0.5, 2), (bn.bias, -1, 1)):
+                nn.init.uniform_(tensor, low, high, generator=generator)
+        self.eval()
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def parameter(*shape, seed=1):
+    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double())
+
+
+def conv(**options):
+    torch.manual_seed(0)
+    return nn.Conv2d(4, 4, 1, **options)
+
+
+def norm():
+    return nn.BatchNorm2d(4)
+
+
+X = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)).double()
+
+
+def one_storage(tied=False):
+    """Two parameters that are two halves of a storage, or all of it twice."""
+    held = parameter(2, 4, 4, 1, 1).data
+    first = nn.Parameter(held[0])
+    return {"w1": first, "w2": nn.Parameter(first.data if tied else held[1])}
+
+
+def written_through_a_view(self, x):
+    y = self.c(x)
+    y.view(-1).mul_(2)
+    return self.bn(y)
+
+
+def inside_and_outside(self, x):
+    outside = self.bn(self.c(x + 1))
+    with torch.no_grad():
+        inside = self.bn(self.c(x))
+    return outside + inside
+
+
+def buffers_in_one_memory(self, x):
+    z = self.bn(self.a)
+    self.b.add_(1)
+    return self.c(z) + x
+
+
+class Memory(Net):
+    def __init__(self):
+        super().__init__(buffers_in_one_memory, c=conv(), bn=norm())
+        held = torch.arange(200.0).double()
+        self.register_buffer("a", held.view(2, 4, 5, 5))
+        self.register_buffer("b", held)
+
+
+# A function that makes the module, and how many batch norms are folded: as asked for, and with copies of weights.
+TRAPS = {
+    "a weight and its transpose": (
+        lambda: Net(
+            lambda s, x: s.bn(F.linear(x[:, :, 0, 0], s.w)) + s.bn(F.linear(x[:, :, 0, 0], s.w.t())),
+            bn=nn.BatchNorm1d(4),
+            w=parameter(4, 4),
+        ),
+        (0, 2),
+    ),
+    "a weight of a convolution and of a transposed one": (
+        lambda: Net(
+            lambda s, x: s.bn(F.conv2d(x, s.w)) + s.bn(F.conv_transpose2d(x, s.w)), bn=norm(), w=parameter(4, 4, 1, 1)
+        ),
+        (0, 2),
+    ),
+    "a batch norm ahead of both": (
+        lambda: Net(
+            lambda s, x: (lambda y: F.conv2d(y, s.w) + F.conv_transpose2d(y, s.w))(s.bn(x)),
+            bn=norm(),
+            w=parameter(4, 4, 1, 1),
+        ),
+        (0, 1),
+    ),
+    "two halves of a storage": (
+        lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w1)) + s.bn(F.conv2d(x, s.w2)), bn=norm(), **one_storage()),
+        (2, 2),
+    ),
+    "one storage under two parameters": (
+        lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w1)) + s.bn(F.conv2d(x, s.w2)), bn=norm(), **one_storage(True)),
+        (0, 2),
+    ),
+    "a weight that is the bias too": (
+        lambda: Net(lambda s, x: s.bn(F.conv2d(x[:, :1], s.w, s.w.view(4))), bn=norm(), w=parameter(4, 1, 1, 1)),
+        (0, 1),
+    ),
+    "a weight that is the input too": (
+        lambda: Net(lambda s, x: s.bn(F.conv2d(s.w, s.w)) + x.sum(), bn=norm(), w=parameter(4, 4, 1, 1)),
+        (0, 1),
+    ),
+    "a layer and its batch norm called inside and outside of a nested graph": (
+        lambda: Net(inside_and_outside, c=conv(bias=False), bn=norm()),
+        (2, 2),
+    ),
+    "an output written through a view": (lambda: Net(written_through_a_view, c=conv(), bn=norm()), (0, 0)),
+    "a submodule where the new bias would be": (
+        lambda: Net(
+            lambda s, x: s.bn(F.conv2d(x, s.weight)) + s.bias(x), weight=parameter(4, 4, 1, 1), bias=conv(), bn=norm()
+        ),
+        (1, 1),
+    ),
+    "a concatenation with an empty vector": (
+        lambda: Net(lambda s, x: s.bn(torch.cat([s.c(x), torch.zeros(0).double()], 1)), c=conv(), bn=norm()),
+        (0, 0),
+    ),
+    "a constant minus, and the negative": (
+        lambda: Net(lambda s, x: -(3 - s.bn(1.5 - s.c(x))) * 2, c=conv(), bn=norm()),
+        (1, 1),
+    ),
+    "a weight that is cast": (
+        lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w.double())), bn=norm(), w=parameter(4, 4, 1, 1)),
+        (1, 1),
+    ),
+}
+
+
+def ran(program, x=X):
+    module = program if isinstance(program, nn.Module) else program.module()
+    with torch.no_grad():
+        return module(x.clone())
+
+
+def close(found, want):
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["training IR", "ATEN", "module"])
+@pytest.mark.parametrize("copies", [False, True], ids=("as asked", "clone_weights"))
+@pytest.mark.parametrize("name", TRAPS)
+def test_every_output_stays(name, copies, form):
+    make, folded = TRAPS[name]
+    program = export(make(), X)
+    program = {"ATEN": program.run_decompositions, "module": program.module}.get(form, lambda: program)()
+    want = ran(program)
+    result = Fold(clone_weights=copies)(program)
+    assert len(result.edits) == folded[copies]
+    assert tbn.verify(result.program) == ()
+    assert Fold(clone_weights=copies)(result.program).modified is False
+    close(ran(result.program if form == "module" else saved_and_loaded(result.program)), want)
+
+
+def test_buffers_in_one_memory_written_in_between():
+    program = export(Memory(), X)
+    want = ran(program)
+    program = export(Memory(), X)
+    result = Fold()(program)
+    assert "may be written to by add_" in result.declined[0].reason
+    close(ran(result.program), want)
+
+
+def test_a_layer_is_not_called_once_more_when_its_output_is_written_through_a_view():
+    program = export(Net(written_through_a_view, c=conv(), bn=norm()), X)
+    result = Fold(clone_calls=True)(program)
+    assert "conv2d may be written to by mul_" in result.declined[0].reason
+    close(ran(result.program), ran(program))
+
+
+@pytest.mark.parametrize("options", [{}, {"alone": "multiply_add"}, {"clone_calls": True}], ids=str)
+def test_an_output_that_two_nodes_hold(options):
+    module = Net(
+        lambda s, x: (lambda y: s.b(y) + y.relu())(s.a(s.c(x) if "alone" not in options else x)),
+        c=conv(),
+        a=norm(),
+        b=norm(),
+    )
+    program = export(module, X).run_decompositions()
+    held = next(iter(tbn.inspect(program).entries)).node
+    first = next(n for n in program.graph.nodes if n.name == held).users
+    first = next(iter(first))
+    with program.graph.inserting_after(first):
+        second = program.graph.node_copy(first)
+    program.graph.find_nodes(op="call_function", target=aten.relu.default)[0].replace_input_with(first, second)
+    program.graph_module.recompile()
+    close(ran(tbn.fold(program, **options)), ran(program))
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=("a copy", "in place"))
+def test_a_module_that_the_graph_calls_keeps_its_parameters(inplace):
+    held = export(Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), X).module()
+    held.c.forward = lambda x: F.conv2d(x, held.c.weight)
+    x = held.graph.find_nodes(op="placeholder")[0]
+    output = held.graph.output_node()
+    with held.graph.inserting_before(output):
+        called = held.graph.call_module("c", (x,))
+        both = held.graph.call_function(aten.add.Tensor, (output.args[0][0], called))
+    output.args = ((both,),)
+    held.recompile()
+    want = ran(held)
+    result = Fold(inplace=inplace)(held)
+    assert "a module that is called and is no graph" in result.declined[0].reason
+    close(ran(result.program), want)
+
+
+def test_what_autocast_computes_in_is_what_a_weight_has_to_fit():
+    def cast(self, x):
+        with torch.autocast("cpu", torch.float16):
+            return self.bn(self.c(x))
+
+    module = Net(cast, c=conv(bias=False), bn=nn.BatchNorm2d(4, eps=1e-12)).float()
+    module.bn.running_var.fill_(1e-11)
+    module.bn.running_mean.zero_()
+    x = X.float() * 1e-5
+    result = Fold()(export(module, x))
+    assert "out of the range of torch.float16" in result.declined[0].reason
+    assert ran(result.program, x).isfinite().all()
+
+
+def test_float32_above_does_not_touch_float64_weights():
+    program = export(Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), X)
+    close(ran(tbn.fold(program, float32_above=0)), ran(program))
+
+
+# The dtype, the variance, the weight, what multiplies the output, and the size of the input.
+UNHELD = {
+    "depthwise": (torch.float16, 1e-7, 100, 1.0, 1e-3),
+    "multiply_add": (torch.float32, 1.0, 1e15, 1e30, 1e-10),
+}
+
+
+@pytest.mark.parametrize("alone", UNHELD)
+def test_alone_only_where_scale_and_shift_fit(alone):
+    dtype, var, weight, factor, size = UNHELD[alone]
+    module = Net(lambda s, x: s.bn(x) * factor, bn=nn.BatchNorm2d(4, eps=1e-12)).to(dtype)
+    for tensor, value in ((module.bn.running_var, var), (module.bn.weight, weight)):
+        nn.init.constant_(tensor, value)
+    module.bn.running_mean.zero_()
+    x = (X * size).to(dtype)
+    result = Fold(alone=alone, force=True)(export(module, x))
+    assert "out of the range" in result.declined[0].reason
+    assert ran(result.program, x).isfinite().all()
+
+
+def test_three_in_a_row_alone_are_one():
+    program = export(Net(lambda s, x: s.c(s.b(s.a(x))), a=norm(), b=norm(), c=norm()), X)
+    for alone, op in (("multiply_add", aten.mul.Tensor), ("depthwise", aten.convolution.default)):
+        folded = tbn.fold(program, alone=alone)
+        assert len(folded.graph.find_nodes(op="call_function", target=op)) == 1
+        close(ran(folded), ran(program))
+
+
+def test_what_was_declined_may_fold_into_a_new_convolution_at_once():
+    module = Net(lambda s, x: s.b(s.a(x)), a=norm(), b=norm()).float()
+    nn.init.constant_(module.a.bias, 1e5)
+    module.b.running_mean.fill_(1e5)
+    result = Fold(alone="depthwise")(export(module, X.float()))
+    assert (len(result.edits), result.declined, Fold(alone="depthwise")(result.program).modified) == (2, (), False)
+
+
+def test_strides_stay_in_every_memory_format():
+    x = torch.randn(2, 4, 2, 3, 3).to(memory_format=torch.channels_last_3d)
+    program = export(nn.BatchNorm3d(4).eval(), x)
+    for alone in ("multiply_add", "depthwise"):
+        assert ran(tbn.fold(program, alone=alone), x).stride() == x.stride()
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=("frozen", "learns"))
+def test_what_learns_learns(learns):
+    module = Net(lambda s, x: s.bn(x) + s.last(s.c(x)), bn=norm(), c=conv(bias=False), last=norm())
+    for part in (module.bn, module.last):
+        part.requires_grad_(learns)
+    module.c.requires_grad_(False)
+    folded = tbn.fold(export(module, X), alone="multiply_add")
+    assert {name: p.requires_grad for name, p in folded.named_parameters()} == {
+        "bn.scale": learns,
+        "bn.shift": learns,
+        "c.weight": False,
+        "c.bias": learns,
+    }
+
+
+def test_a_counter_stays_with_statistics_that_are_still_read():
+    program = export(Net(lambda s, x: s.bn(s.c(x)) + s.bn(x.relu()), c=conv(), bn=norm()), X)
+    assert "bn.num_batches_tracked" in tbn.fold(program).state_dict
+
+
+def test_a_module_that_is_folded_away_has_no_call_signature():
+    program = torch.export.export(
+        Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), (X,), preserve_module_call_signature=("bn", "c")
+    )
+    close(ran(torch.export.unflatten(tbn.fold(program))), ran(program))
+
+
+def test_whatever_mode_or_device_is_set_around_it():
+    program = export(Net(lambda s, x: s.c(s.bn(x)), c=conv(bias=False), bn=norm()), X)
+    with torch.device("meta"), torch.inference_mode():
+        folded = tbn.fold(program)
+    assert folded.module()(X).requires_grad
+    close(ran(folded), ran(program))
+
+
+def test_a_buffer_of_another_layout_is_no_matter():
+    module = export(Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), X).module()
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    result = Fold()(module)
+    assert (len(result.edits), result.declined) == (1, ())
+
+
+def test_a_layer_read_through_one_get_attr_for_each_call():
+    module = Net(lambda s, x: s.c(s.bn(x)) + s.c(s.bn(x + 1)), c=conv(bias=False), bn=norm())
+    traced = make_fx(module)(X)
+    result = Fold()(traced)
+    assert (len(result.edits), result.declined) == (2, ())
+    close(ran(result.program), ran(traced))
