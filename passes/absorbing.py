@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torch_batchnorm.decomps.forms import HALF
+from torch_batchnorm.decomps.forms import HALF, UPDATED
 from torch_batchnorm.passes.channels import format_of, same_sizes
 from torch_batchnorm.passes.elementary import in_one_mode, metadata_for
 from torch_batchnorm.passes.planning import Fate, Plan
@@ -38,6 +38,7 @@ class Absorbing:
             dead.append(self._replace(node, node.args[place]))
         for fate in fates:
             dead += self._stand_in(fate)
+        self.draft.drop_unchanged()
         self.draft.left |= {fate.site.module for fate in fates}
         for node in sorted(dead, reverse=True):
             self.state.prune(node)
@@ -143,6 +144,8 @@ class Absorbing:
             stands = self._new(site.node, aten.copy_.default, (site.norm.out["out"], stands))
         for end in reach.ends:
             self._replace(end, stands)
+        for holder, statistic in returned_as_they_are(site).items():
+            self._replace(holder, statistic)
         return [*reach.tail, *(holder for holders in site.outputs.values() for holder in holders), site.node]
 
     def _replace(self, node: Node, stands: Any) -> Node:
@@ -194,6 +197,14 @@ class Absorbing:
         with torch.no_grad():
             made.meta = {**metadata_for(node), "val": target(*read, **(kwargs or {}))}
         return made
+
+
+def returned_as_they_are(site: Site) -> dict[Node, Node]:
+    """The nodes that hold the running statistics that a site in eval returns, each with what it is."""
+    if not site.tracks or site.norm.training is not False:
+        return {}
+    statistics = zip(UPDATED, (site.norm.running_mean, site.norm.running_var), strict=True)
+    return {holder: statistic for role, statistic in statistics for holder in site.outputs.get(role, ())}
 
 
 def _set(call: Node, names: list[str], changed: dict[str, Node]) -> None:

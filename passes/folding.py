@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from torch_batchnorm.decomps.affine import LIMITS
+from torch_batchnorm.decomps.forms import UPDATED
 from torch_batchnorm.errors import InvalidChoice
-from torch_batchnorm.passes.absorbing import Absorbing
+from torch_batchnorm.passes.absorbing import Absorbing, returned_as_they_are
 from torch_batchnorm.passes.channels import same_sizes
 from torch_batchnorm.passes.planning import Options, Plan
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
@@ -68,8 +69,8 @@ class Fold:
 
     def _folded(self, program: Program) -> Result:
         draft = Draft(program, self.inplace)
-        state = State(draft)
         sites = list(find_sites(draft.graphs))
+        state = State(draft, unchanged={node for site in sites for node in returned_as_they_are(site)})
         trains = any(site.tracks and site.norm.training is not False for site in sites)
         refused = {site.node: why for site in sites if (why := self._obstacle(site, trains))}
         options = Options(self.clone_calls, self.clone_weights, self.alone, self.force, self.float32_above)
@@ -95,7 +96,7 @@ class Fold:
             )
         if trains and not self.force:
             return "it is frozen in a program that trains, and folding changes what weights learn: switch to eval first"
-        used = [role for role in site.outputs if role != "out" and site.used(role)]
+        used = [role for role in site.outputs if role not in ("out", *UPDATED) and site.used(role)]
         if used:
             return f"its {', '.join(used)} {'is' if len(used) == 1 else 'are'} in use"
         if not site.used("out") and not norm.out:

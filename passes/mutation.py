@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
@@ -108,8 +108,11 @@ def base_of(node: Node) -> Node:
     return node
 
 
-def accesses(node: Node) -> tuple[list[Node], list[Node]]:
-    """Who reads the memory of a node's result and who writes it, through aliases too, as far as schemas say."""
+def accesses(node: Node, through: Callable[[Node], bool] = may_alias) -> tuple[list[Node], list[Node]]:
+    """Who reads the memory of a node's result and who writes it, through aliases too, as far as schemas say.
+
+    through: whether a call's result may share the memory that it is given.
+    """
     base = base_of(node)
     reads: list[Node] = []
     writes: list[Node] = []
@@ -117,13 +120,14 @@ def accesses(node: Node) -> tuple[list[Node], list[Node]]:
     while work:
         alias = work.pop()
         for user in alias.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            (writes if writes_to(user, alias) else reads).append(user)
-            if user.op == "call_function" and may_alias(user):
+            if writes_to(user, alias):  # whatever else it reads of the same memory
+                writes.append(user)
+            elif user not in seen:
+                reads.append(user)
+            if user not in seen and user.op == "call_function" and through(user):
                 work.append(user)
-    return reads, writes
+            seen.add(user)
+    return [read for read in reads if read not in writes], list(dict.fromkeys(writes))
 
 
 def writes_to(user: Node, node: Node) -> bool:

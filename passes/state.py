@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from torch_batchnorm.passes.counting import COUNTER, ONCE, callers_of
-from torch_batchnorm.passes.mutation import writes_to
+from torch_batchnorm.passes.mutation import accesses, may_alias
 from torch_batchnorm.passes.program import Draft, Program, called_by, empty_val
 from torch_batchnorm.passes.removal import set_val
 from torch_batchnorm.passes.values import arguments_of, cast_of, measures, val_of
@@ -91,9 +91,11 @@ def _again(node: Node, tensor: torch.Tensor) -> torch.Tensor:
 class State:
     """What a draft's program holds, by name and by the nodes that bring it in; nested graphs included, where a graph
     runs once for each call.
+
+    unchanged: new values that are known to be the old ones, so that listing them as mutations writes nothing.
     """
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, unchanged: Collection[Node] = ()) -> None:
         self.draft = draft
         self.tensors = _tensors(draft.program)
         self.names: dict[Node, str] = {}
@@ -101,7 +103,7 @@ class State:
         self._bound: dict[Node, tuple[Node, Node]] = {}  # placeholder of a nested graph -> its caller, the operand
         self._known: dict[Node, Constant | str] = {}
         self._fixed: dict[str, str] = {}
-        self._mutated = {target for target, _ in draft.mutations()}
+        self._mutated = {target for target, value in draft.mutations() if value not in unchanged}
         self._dead: set[str] = set()
         self._callers: set[Node] = set()
         self._opaque: dict[str, Node] = {}  # what a module that is no graph holds -> who calls it
@@ -185,11 +187,14 @@ class State:
             for root in self.roots[other]:
                 if root in self._mutated:
                     return f"{name} is no constant of the program, which lists a mutation of {root.name}"
-                for reader, operand in self._users(root):
-                    if writes_to(reader, operand):
-                        return f"{name} is no constant of the program: {reader.name} writes to {root.name}"
-                    if not self.draft.functional and self.runs_graph(reader):
+                reads, writes = accesses(root, lambda node: node not in self._callers and may_alias(node))
+                if writes:
+                    return f"{name} is no constant of the program: {writes[0].name} writes to {root.name}"
+                for reader in () if self.draft.functional else reads:
+                    if reader not in self._callers and self.runs_graph(reader):
                         return f"{name} is handed to {reader.name} ({reader.target}), which may write to it"
+                    if reader.op == "output" and root in self._bound:
+                        return f"{name} is returned by a nested graph, behind which it may be written to"
         return ""
 
     def runs_graph(self, node: Node) -> bool:
