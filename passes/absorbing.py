@@ -65,7 +65,6 @@ class Absorbing:
             self.state.replace(held.name, new)
         elif held is not None or first.out is not None or bool(bias.any()):
             val: Any = val_of(first.layer.weight if held is None else first.layer.bias)
-            leaf = weight.name.rpartition(".")[2]
             leaf = leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias"
             value = bias.to(val.dtype).to(weight.tensor.device)
             added = self.state.add(weight, f"{leaf}_folded" if fresh else leaf, value, self._learns(group))

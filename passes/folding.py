@@ -62,7 +62,8 @@ class Fold:
             return Result(program)
         with torch.inference_mode(False), torch.no_grad():  # new tensors like those that the program had
             result = self._folded(program)
-        if self.alone == "depthwise" and result.edits and result.declined:  # those may fold into new convolutions
+        calls = self.clone_calls or self.alone == "depthwise"
+        if calls and result.edits and result.declined:  # there are new calls, which those may fold into
             again = self(result.program)
             return Result(again.program, result.edits + again.edits, again.declined)
         return result
