@@ -50,11 +50,9 @@ class Absorbing:
         first = group[0]
         made, bias = self.plan.weights[id(first)]
         weight, held = first.weight, first.bias
-        fresh = None
+        leaf, fresh = weight.name.rpartition(".")[2].removesuffix("_folded"), None
         if first.fresh:
-            fresh = self.state.add(
-                weight, f"{weight.name.rpartition('.')[2]}_folded", made, weight.tensor.requires_grad
-            )
+            fresh = self.state.add(weight, f"{leaf}_folded", made, weight.tensor.requires_grad)
         else:
             self.state.replace(weight.name, made)
         added = None
