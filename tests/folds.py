@@ -71,11 +71,11 @@ def made(make, *shapes, dtype=torch.float64, seed=0):
 
 
 def outputs(program, *inputs):
-    """The tensors that a program returns, its state as it was."""
+    """The tensors that a program returns, its state and the inputs as they were."""
     module = program.module() if isinstance(program, ExportedProgram) else program
-    before = state_of(module)
+    before, copies = state_of(module), [x.clone() for x in inputs]
     with torch.no_grad():
-        found = [t for t in torch.utils._pytree.tree_leaves(module(*inputs)) if isinstance(t, torch.Tensor)]
+        found = [t for t in torch.utils._pytree.tree_leaves(module(*copies)) if isinstance(t, torch.Tensor)]
         found = [t.clone() for t in found]
     module.load_state_dict(before)
     return found

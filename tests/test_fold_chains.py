@@ -188,6 +188,73 @@ CONSUMERS_EITHER_WAY = {
         _first(lambda: Net(lambda m, x: m.a(x) + m.a(m.b(x)), a=nn.Conv2d(4, 4, 3, padding=0), b=nn.Conv2d(4, 4, 1))),
         SMALL,
     ),
+    "one convolution of two batch norms": (
+        lambda: Net(
+            lambda m, x: m.conv(m.bn(x)) + m.conv(m.other(x)),
+            conv=nn.Conv2d(4, 6, 3),
+            bn=nn.BatchNorm2d(4),
+            other=nn.BatchNorm2d(4),
+        ),
+        SMALL,
+    ),
+    "one convolution of it and of its input": (
+        lambda: Net(lambda m, x: m.conv(m.bn(x)) + m.conv(x), conv=nn.Conv2d(4, 6, 3), bn=nn.BatchNorm2d(4)),
+        SMALL,
+    ),
+    "one batch norm before two convolutions, of two inputs": (
+        lambda: Net(
+            lambda m, x: m.conv(m.bn(x)) + m.other(m.bn(x * 2)),
+            conv=nn.Conv2d(4, 6, 3),
+            bn=nn.BatchNorm2d(4),
+            other=nn.Conv2d(4, 6, 3),
+        ),
+        SMALL,
+    ),
+    "a convolution after its input was written": (
+        lambda: Net(
+            lambda m, x: (y := m.bn(x), x.add_(1), m.conv(y))[2], conv=nn.Conv2d(4, 6, 3), bn=nn.BatchNorm2d(4)
+        ),
+        SMALL,
+    ),
+    "a convolution after its input was written through a view": (
+        lambda: Net(
+            lambda m, x: (v := x[0], y := m.bn(x), v.add_(1), m.conv(y))[3],
+            conv=nn.Conv2d(4, 6, 3),
+            bn=nn.BatchNorm2d(4),
+        ),
+        SMALL,
+    ),
+    "a convolution after the batch norm's output was written": (
+        lambda: Net(
+            lambda m, x: (y := m.bn(x), y.add_(1), m.conv(y))[2], conv=nn.Conv2d(4, 6, 3), bn=nn.BatchNorm2d(4)
+        ),
+        SMALL,
+    ),
+    "a convolution before the batch norm's output is written": (
+        lambda: Net(
+            lambda m, x: (y := m.bn(x), m.conv(y), y.add_(1))[1], conv=nn.Conv2d(4, 6, 3), bn=nn.BatchNorm2d(4)
+        ),
+        SMALL,
+    ),
+    "a convolution on both sides, of one weight": (
+        lambda: Net(lambda m, x: m.conv(m.bn(m.conv(x))), conv=nn.Conv2d(4, 4, 3), bn=nn.BatchNorm2d(4)),
+        SMALL,
+    ),
+    "batch norm, convolution, batch norm, called twice": (
+        lambda: Net(
+            lambda m, x: m.all(m.all(x)),
+            all=nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 2), nn.BatchNorm2d(4)),
+        ),
+        SMALL,
+    ),
+    "a flattened linear that reads half of its features from elsewhere": (
+        lambda: Net(
+            lambda m, x: m.linear(torch.cat([m.bn(x).flatten(1), x.flatten(1)], 1)),
+            linear=nn.Linear(240, 3),
+            bn=nn.BatchNorm2d(4),
+        ),
+        SMALL,
+    ),
     "a bilinear product": (_first(lambda: Net(lambda m, x: m.b(x, x), b=nn.Bilinear(4, 4, 3)), bn=_bn1d()), (5, 4)),
 }
 
@@ -386,13 +453,13 @@ def test_several_batch_norms_fold_together_in_ATEN():
 
 
 @pytest.mark.parametrize("form", DIALECTS)
-def test_two_batch_norms_alone_are_one_multiply_add(form):
-    make = net(lambda m, x: m.more(m.bn(x)), nn.Identity, lambda: nn.BatchNorm2d(4), more=lambda: nn.BatchNorm2d(4))
-    program, x = in_form(make, IMAGE, form=form)
-    checked(program, x)
-    found = calls(folded(program, x, edits=2, alone="multiply_add").program)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_batch_norms_in_a_row_alone_are_one_multiply_add(count, form):
+    program, x = in_form(lambda: nn.Sequential(*[nn.BatchNorm2d(4) for _ in range(count)]), IMAGE, form=form)
+    assert checked(program, x).modified is False
+    found = calls(folded(program, x, edits=count, alone="multiply_add").program)
     assert (found.count("mul"), found.count("add")) == (1, 1)
-    found = calls(folded(program, x, edits=2, alone="depthwise").program)
+    found = calls(folded(program, x, edits=count, alone="depthwise").program)
     assert len([call for call in found if "conv" in call]) == 1
 
 
