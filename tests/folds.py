@@ -180,13 +180,13 @@ class Rows(nn.Module):
         return [row(*itertools.islice(left, count)) for row, count in zip(self.rows, self.counts, strict=True)]
 
 
-def side_by_side(rows):
-    """An ATEN program of several modules, each given with its inputs, and its inputs: decomposing is dear."""
+def side_by_side(rows, form="ATEN"):
+    """A program of several modules, each given with its inputs, and its inputs: decomposing is dear."""
     rows = [(module, inputs) for module, *inputs in rows]
     module = Rows([module for module, _ in rows], [len(inputs) for _, inputs in rows])
     inputs = [x for _, inputs in rows for x in inputs]
     module.training = False
-    return decomposed(export(module, *inputs)), *inputs
+    return FORMS[form](export(module, *inputs)), *inputs
 
 
 def in_form(make, *shapes, form="training IR", **kwargs):
