@@ -679,11 +679,7 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_through_a_view_is_not_what_it_was(name, options):
     """The shapes are such that every write fits each. Side by side: one row a write."""
-    layer, bn, weight = (
-        (lambda: nn.Conv2d(4, 4, 1)),
-        (lambda: nn.BatchNorm2d(4)),
-        lambda: nn.Buffer(torch.randn(SQUARE)),
-    )
+    layer, bn = (lambda: nn.Conv2d(4, 4, 1)), (lambda: nn.BatchNorm2d(4))
     buffer = {"w": lambda: nn.Buffer(torch.randn(SQUARE))}
     rows = [made(net(WRITTEN[name](write), layer, bn, **buffer), SQUARE) for write in WRITES.values()]
     checked(*side_by_side(rows, "training IR"), **options)

@@ -203,7 +203,7 @@ def _tensors(outputs):
 # Why a batch norm of these models may be left as it is.
 LEFT = re.compile(
     r"it has no running statistics|its input \S+ \(.*\) is made by no convolution or linear map"
-    r"|\S+ is read by .* too|its output is read by .*, which is no convolution or linear map"
+    r"|(of \S+, )?\S+ is read by .* too|its output is read by .*, which is no convolution or linear map"
 )
 
 
