@@ -79,6 +79,24 @@ def test_clone_calls_gives_a_batch_norm_a_call_of_its_own(name, form):
     folded(program, x, edits=edits, clone_calls=True)
 
 
+ONCE = {
+    "a batch norm that is read by another and by the caller": lambda m, x: (z := m.bn(m.conv(x)), m.second(z))[:2],
+    "the layer and the batch norm too": lambda m, x: (y := m.conv(x), z := m.bn(y), m.second(z))[:3],
+    "the layer and each of two batch norms": lambda m, x: (y := m.conv(x), m.second(m.bn(y)), m.bn(y))[:3],
+    "a batch norm, scaled and not": lambda m, x: (z := m.bn(m.conv(x)), m.second(z * 2), z)[1:],
+    "a batch norm before and behind a layer": lambda m, x: (z := m.bn(m.conv(x)), m.second(m.last(z)), z)[1:],
+}
+
+
+@pytest.mark.parametrize("form", DIALECTS)
+@pytest.mark.parametrize("name", ONCE)
+def test_what_clone_calls_leaves_it_leaves_the_second_time_too(name, form):
+    make = net(ONCE[name], second=lambda: nn.BatchNorm2d(6), last=lambda: nn.Conv2d(6, 6, 1))
+    program, x = in_form(make, IMAGE, form=form)
+    for clone_weights in (False, True):
+        checked(program, x, clone_calls=True, clone_weights=clone_weights)
+
+
 @pytest.mark.parametrize("form", DIALECTS)
 @pytest.mark.parametrize("name", TIED)
 def test_clone_weights_gives_a_call_a_weight_of_its_own(name, form):
