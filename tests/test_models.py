@@ -5,6 +5,7 @@ Each is as narrow and as shallow as its class allows, and runs both as it is exp
 
 import copy
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import torch_batchnorm as tbn
-from programs import consolidated, export, legacy_left, nodes, same, saved_and_loaded, step
+from programs import consolidated, export, fingerprint, legacy_left, nodes, same, saved_and_loaded, step
 
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
 DENSENET = {"in_channels": 1, "out_channels": 3, "init_features": 8, "growth_rate": 4}
@@ -197,6 +198,50 @@ def test_a_model_to_eval_and_back(name):
 
 def _tensors(outputs):
     return [t for t in torch.utils._pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+
+
+# Why a batch norm of these models may be left as it is.
+LEFT = re.compile(
+    r"it has no running statistics|its input \S+ \(.*\) is made by no convolution or linear map"
+    r"|(of \S+, )?\S+ is read by .* too|its output is read by .*, which is no convolution or linear map"
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_batch_norms_of_a_model_are_folded(name):
+    """All those of a convolution of their own, by a count that is not the pass's, and what is left has its reason."""
+    module, x = _built(name, False)
+    with torch.no_grad():
+        want = _tensors(module(x))
+    exported = export(module, x)
+    for program in (exported, exported.run_decompositions()):
+        before = fingerprint(program)
+        result = tbn.Fold()(program)
+        pairs, folded = _pairs(program), {edit.site for edit in result.edits}
+        assert len(pairs & folded) >= 0.95 * len(pairs)
+        assert [d for d in result.declined if not LEFT.match(d.reason)] == []
+        assert (fingerprint(program), tbn.verify(result.program)) == (before, ())
+        assert tbn.Fold()(result.program).modified is False
+        with torch.no_grad():
+            found = _tensors(result.program.module()(x))
+        assert max(_distance(a, b) for a, b in zip(found, want, strict=True)) < 1e-4
+
+
+def _pairs(program):
+    """The batch norms of a convolution's output that nothing else reads, nor its weight."""
+    calls = [n for n in program.graph.nodes if n.op == "call_function" and n.args]
+    found = [(n, n.args[0]) for n in calls if "batch_norm" in str(n.target)]
+    convolved = [(n, conv) for n, conv in found if conv.op == "call_function" and "aten.conv" in str(conv.target)]
+    return {
+        n.name
+        for n, conv in convolved
+        if len(conv.users) == len(conv.args[1].users) == 1 and conv.args[1].op == "placeholder"
+    }
+
+
+def _distance(found, want):
+    """The largest error, relative to the largest value."""
+    return ((found - want).abs().max() / want.abs().max()).item()
 
 
 def test_a_decomposed_resnet_50_trains_again_as_the_eager_model_does():

@@ -1,0 +1,256 @@
+"""What Fold leaves alone says why, and stays as it is: one row a reason."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from folds import IMAGE, checked, edited, exported, plain, same_weight, side_by_side, swamp, vector
+from programs import aten
+
+
+def _stats(m):
+    return m.bn.weight, m.bn.bias, m.bn.running_mean, m.bn.running_var
+
+
+def _set(path, index, value):
+    def edit(module):
+        module.get_parameter(path)[index] = value
+
+    def buffer(module):
+        module.get_buffer(path)[index] = value
+
+    return buffer if "running" in path else edit
+
+
+# The program and its inputs, what the reason says, how many batch norms are left.
+LEFT = {
+    "the producer's output is read elsewhere": (
+        lambda: edited(lambda m, x: (y := m.conv(x), m.bn(y), y)[1:]),
+        "elsewhere|also|other|read",
+        1,
+    ),
+    "two batch norms of one output": (
+        lambda: edited(lambda m, x: (y := m.conv(x), m.bn(y), m.other(y))[1:], other=lambda: nn.BatchNorm2d(6)),
+        "elsewhere|also|other|read",
+        2,
+    ),
+    "a view of the producer's output is read elsewhere": (
+        lambda: edited(lambda m, x: (y := m.conv(x).flatten(2), m.bn(y), y)[1:], bn=lambda: nn.BatchNorm1d(6)),
+        "elsewhere|also|other|read",
+        1,
+    ),
+    "a weight that two convolutions read": (
+        lambda: same_weight(lambda m, x: (m.bn(m.conv(x)), m.other(x))),
+        "weight",
+        1,
+    ),
+    "a convolution called twice, once without batch norm": (
+        lambda: edited(lambda m, x: (m.bn(m.conv(x)), m.conv(x * 2))),
+        "weight",
+        1,
+    ),
+    "a convolution called twice, with two batch norms": (
+        lambda: edited(lambda m, x: (m.bn(m.conv(x)), m.other(m.conv(x * 2))), other=lambda: nn.BatchNorm2d(6)),
+        "weight",
+        2,
+    ),
+    "a weight that something else reads": (
+        lambda: edited(lambda m, x: (m.bn(m.conv(x)), m.conv.weight.square().sum())),
+        "weight",
+        1,
+    ),
+    "a weight that is returned": (
+        lambda: edited(lambda m, x: (m.bn(m.conv(x)), m.conv.weight)),
+        "weight",
+        1,
+    ),
+    "a weight that is an input": (
+        lambda: edited(lambda m, x, w: m.bn(functional.conv2d(x, w)), IMAGE, (6, 4, 3, 3)),
+        "constant|input",
+        1,
+    ),
+    "a bias that is an input": (
+        lambda: edited(lambda m, x, b: m.bn(functional.conv2d(x, m.conv.weight, b)), IMAGE, (6,)),
+        "constant|input",
+        1,
+    ),
+    "a weight that is computed": (
+        lambda: edited(lambda m, x: m.bn(functional.conv2d(x, m.conv.weight.tanh()))),
+        "constant|comput",
+        1,
+    ),
+    "statistics that are inputs": (
+        lambda: edited(lambda m, x, mean: functional.batch_norm(m.conv(x), mean, m.bn.running_var), IMAGE, (6,)),
+        "constant|input",
+        1,
+    ),
+    "statistics that are computed": (
+        lambda: edited(lambda m, x: functional.batch_norm(m.conv(x), m.bn.running_mean * 2, m.bn.running_var)),
+        "constant|comput",
+        1,
+    ),
+    "a batch norm's weight that is computed": (
+        lambda: edited(
+            lambda m, x: functional.batch_norm(
+                m.conv(x), m.bn.running_mean, m.bn.running_var, m.bn.weight.exp(), m.bn.bias
+            )
+        ),
+        "constant|comput",
+        1,
+    ),
+    "a weight that the program writes": (
+        lambda: edited(
+            lambda m, x: (m.w.mul_(2), m.bn(functional.conv2d(x, m.w)))[1], w=lambda: nn.Buffer(torch.randn(6, 4, 3, 3))
+        ),
+        "writ|mutat|constant",
+        1,
+    ),
+    "a weight that the program writes afterwards": (
+        lambda: edited(
+            lambda m, x: (m.bn(functional.conv2d(x, m.w)), m.w.mul_(2))[0], w=lambda: nn.Buffer(torch.randn(6, 4, 3, 3))
+        ),
+        "writ|mutat|constant",
+        1,
+    ),
+    "a weight that the program writes through a view": (
+        lambda: edited(
+            lambda m, x: (m.w[0].mul_(2), m.bn(functional.conv2d(x, m.w)))[1],
+            w=lambda: nn.Buffer(torch.randn(6, 4, 3, 3)),
+        ),
+        "writ|mutat|constant",
+        1,
+    ),
+    "statistics that the program writes": (
+        lambda: edited(lambda m, x: (m.bn(m.conv(x)), m.bn.running_mean.add_(1))[0]),
+        "writ|mutat|constant",
+        1,
+    ),
+    "statistics that a batch norm in training writes": (
+        lambda: edited(
+            lambda m, x: (
+                functional.batch_norm(m.conv(x), *_stats(m)[2:], *_stats(m)[:2]),
+                functional.batch_norm(m.conv(x * 2), *_stats(m)[2:], training=True),
+            )
+        ),
+        "statistics|trains",
+        2,
+    ),
+    "batch statistics": (
+        lambda: edited(lambda m, x: m.bn(m.conv(x)), edit=lambda m: m.bn.train()),
+        "statistics",
+        1,
+    ),
+    "batch statistics in eval": (
+        lambda: edited(plain, bn=lambda: nn.BatchNorm2d(6, track_running_stats=False)),
+        "statistics",
+        1,
+    ),
+    "saved statistics in use": (
+        lambda: edited(lambda m, x: aten.native_batch_norm.default(m.conv(x), *_stats(m), False, 0.1, 1e-5)[:2]),
+        "save_mean",
+        1,
+    ),
+    "a complex shift after it, a relu before": (
+        lambda: edited(lambda m, x: m.bn(m.conv(x).relu()) + 1j),
+        "",
+        1,
+    ),
+    **{
+        f"{name} of {value}": (
+            lambda name=name, value=value: edited(plain, edit=_set(name, 2, value)),
+            "finite|negative|variance|nan|inf",
+            1,
+        )
+        for name, value in (
+            ("bn.running_mean", float("nan")),
+            ("bn.running_mean", float("inf")),
+            ("bn.running_var", float("nan")),
+            ("bn.running_var", float("inf")),
+            ("bn.running_var", -0.5),
+            ("bn.weight", float("nan")),
+            ("bn.weight", float("-inf")),
+            ("bn.bias", float("nan")),
+        )
+    },
+    "a variance of zero and an eps of zero": (
+        lambda: edited(plain, bn=lambda: nn.BatchNorm2d(6, eps=0.0), edit=_set("bn.running_var", 1, 0.0)),
+        "finite|zero|variance|inf",
+        1,
+    ),
+    "a mean that swamps the rest in float32": (
+        lambda: edited(plain, edit=swamp, dtype=torch.float32),
+        "loss|los|precision|condition",
+        1,
+    ),
+    "weights that overflow": (
+        lambda: edited(
+            lambda m, x: m.bn(m.conv(x / 1024)),
+            edit=lambda m: (m.bn.weight.fill_(3e3), m.conv.weight.fill_(60.0)),
+            dtype=torch.float16,
+        ),
+        "overflow|finite|range|large",
+        1,
+    ),
+    "an addmm with alpha and beta": (
+        lambda: edited(
+            lambda m, x: m.bn(torch.addmm(m.t, x, m.w, alpha=2, beta=3)),
+            (5, 4),
+            bn=lambda: nn.BatchNorm1d(6),
+            t=lambda: vector(6),
+            w=lambda: vector(4, 6),
+        ),
+        "alpha",
+        1,
+    ),
+    "an activation between": (lambda: edited(lambda m, x: m.bn(m.conv(x).sigmoid())), "", 1),
+    "nothing around it": (
+        lambda: edited(lambda m, x: m.bn(x), bn=lambda: nn.BatchNorm2d(4)),
+        "alone|neither|no |nothing|producer",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_alone_says_why_and_stays_as_it_is(name):
+    make, reason, count = LEFT[name]
+    program, *inputs = exported(make())
+    result = checked(program, *inputs)
+    assert (result.modified, len(result.declined), result.program is program) == (False, count, True)
+    for declined in result.declined:
+        with pytest.raises(ValueError, match=f"(?i){reason}"):
+            raise ValueError(declined.reason)
+
+
+IN_ATEN = [row for row in LEFT.values() if "statistics" not in row[1]]  # in a program that trains, nothing folds
+
+
+def test_all_of_it_is_left_alone_in_ATEN_too():
+    program, *inputs = side_by_side([make() for make, *_ in IN_ATEN])
+    result = checked(program, *inputs)
+    assert (result.modified, len(result.declined)) == (False, sum(count for *_, count in IN_ATEN))
+    reasons = [(IN_ATEN[int(d.module.split(".")[1])][1], d.reason) for d in result.declined]
+    assert [(want, found) for want, found in reasons if not re.search(f"(?i){want}", found)] == []
+
+
+@pytest.mark.parametrize("name", [name for name, row in LEFT.items() if "statistics" in row[1]])
+def test_batch_statistics_are_left_in_ATEN_too(name):
+    program, x = exported(LEFT[name][0](), "ATEN")
+    assert checked(program, x, clone_calls=True, clone_weights=True, alone="multiply_add").modified is False
+
+
+ALWAYS_LEFT = [name for name, row in LEFT.items() if re.search("constant|finite|statistics|save_mean", row[1])]
+
+
+@pytest.mark.parametrize("name", ALWAYS_LEFT)
+def test_no_option_folds_what_cannot_be_read(name):
+    program, *inputs = exported(LEFT[name][0]())
+    assert checked(program, *inputs, clone_calls=True, clone_weights=True).modified is False
+
+
+def test_no_option_folds_what_cannot_be_read_in_ATEN():
+    program, *inputs = side_by_side([LEFT[name][0]() for name in ALWAYS_LEFT if LEFT[name] in IN_ATEN])
+    assert checked(program, *inputs, clone_calls=True, clone_weights=True).modified is False
