@@ -109,6 +109,7 @@ class State:
         self._opaque: dict[str, Node] = {}  # what a module that is no graph holds -> who calls it
         self._made: dict[tuple[Node, str], Node] = {}  # new parameters: a root beside it, its name -> its node
         self._latest: dict[Node, Node] = {}  # the last new parameter beside a node
+        self._odd: dict[str, str] = {}  # why a tensor cannot be read or written as it lies in memory
         self._shared: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for name in self.tensors:
             self._shares(name)
@@ -132,7 +133,8 @@ class State:
     def _shares(self, name: str) -> None:
         """Notes which memory a tensor takes up, from its first to behind its last entry."""
         tensor = self.tensors[name]
-        if _obstacle(tensor):
+        self._odd[name] = _obstacle(tensor)
+        if self._odd[name]:
             return
         size = tensor.element_size()
         begin = tensor.storage_offset() * size
@@ -173,8 +175,8 @@ class State:
             node = node.args[0]  # type: ignore[assignment]
         name = self.names[node]
         tensor = self.tensors[name]
-        if reason := _obstacle(tensor):
-            return f"{name} {reason}, expected a plain tensor"
+        if self._odd[name]:
+            return f"{name} {self._odd[name]}, expected a plain tensor"
         if name not in self._fixed:
             self._fixed[name] = self._writer(name)
         return self._fixed[name] or Constant(name, node, tensor, tuple(reversed(chain)))
@@ -201,14 +203,15 @@ class State:
         """Whether a node calls a nested graph, or a module, other than torch.export's of guards, which reads."""
         if node.op == "call_module":
             return node.target != "_guards_fn"
-        return bool(called_by(self.draft.module_of(node.graph), node))
+        return len(self.draft.graphs) > 1 and bool(called_by(self.draft.module_of(node.graph), node))
 
     def sharing(self, name: str) -> list[str]:
         """The names of everything in the same memory, or in a part of it; its own too."""
-        tensor = self.tensors[name]
-        if _obstacle(tensor):
+        if self._odd[name]:
             return [name]
-        held = self._shared[tensor.untyped_storage()._cdata]
+        held = self._shared[self.tensors[name].untyped_storage()._cdata]
+        if len(held) == 1:
+            return [name]
         begin, end = next((b, e) for b, e, other in held if other == name)
         return [other for b, e, other in held if other == name or (b < end and begin < e)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Target:
         """All that happens to its output."""
         return _composed(self.outs)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The coarsest of what its weight, in the state and as it is read, and its output are held in."""
         vals = (self.weight.tensor, val_of(self.call), val_of(self.layer.weight))
