@@ -211,7 +211,7 @@ class Plan:
 
     def _scaled(self, value: Node, affine: Affine, axis: int) -> tuple[Node, tuple[Tensor, Tensor]] | None:
         """What a value is a constant scale and shift of, and these."""
-        for source in value.all_input_nodes:
+        for source in (node for node in value.all_input_nodes if node in value.args):
             step = scaling(self.state, value, source, axis, affine.scale.numel())
             if step is not None:
                 return source, step

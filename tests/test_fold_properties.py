@@ -113,7 +113,7 @@ OPTIONS = st.fixed_dictionaries(
         "alone": st.sampled_from(["leave", "multiply_add", "depthwise"]),
     }
 )
-DRAWN = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _program(steps, returned, form):
