@@ -39,7 +39,6 @@ class Absorbing:
         for fate in fates:
             dead += self._stand_in(fate)
         self.draft.drop_unchanged()
-        self.draft.left |= {fate.site.module for fate in fates}
         for node in sorted(dead, reverse=True):
             self.state.prune(node)
         if not keep_state:
@@ -62,7 +61,8 @@ class Absorbing:
             view.copy_(bias.view(view.shape))
             self.state.replace(held.name, new)
         elif held is not None or first.out is not None or bool(bias.any()):
-            val: Any = val_of(first.layer.weight if held is None else first.layer.bias)
+            beside = first.call if first.form.bias is None else first.layer.weight if held is None else first.layer.bias
+            val: Any = val_of(beside)
             leaf = leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias"
             value = bias.to(val.dtype).to(weight.tensor.device)
             added = self.state.add(weight, f"{leaf}_folded" if fresh else leaf, value, self._learns(group))
@@ -96,6 +96,7 @@ class Absorbing:
             with call.graph.inserting_after(call):
                 cloned = call.graph.node_copy(call)
             target.reader.replace_input_with(call, cloned)
+            self.draft.forget_signatures(call)
             call = cloned
         changed = {}
         if weight is not None:
@@ -143,11 +144,14 @@ class Absorbing:
             self._replace(end, stands)
         for holder, statistic in returned_as_they_are(site).items():
             self._replace(holder, statistic)
-        return [*reach.tail, *(holder for holders in site.outputs.values() for holder in holders), site.node]
+        gone = [*reach.tail, *(holder for holders in site.outputs.values() for holder in holders), site.node]
+        for node in (*reach.tail, *site.outputs["out"]):
+            self.draft.rename(node, stands)
+        return gone
 
     def _replace(self, node: Node, stands: Any) -> Node:
         node.replace_all_uses_with(stands)
-        self.draft.renamed[node.name] = stands.name
+        self.draft.rename(node, stands)
         return node
 
     def _alone(self, fate: Fate, source: Node) -> Node:

@@ -260,12 +260,13 @@ def callers_of(draft: Draft) -> dict[str, list[tuple[str, Node]]]:
     if len(draft.graphs) == 1:
         return found
     graphs = dict(draft.graphs)
+    paths = {id(module): path for path, module in draft.top.named_modules()}  # the first of several names
     for path, module in draft.top.named_modules():
         if isinstance(module, GraphModule):
             nodes = {node.name: node for node in graphs[path].nodes}
             for caller in callers_in(module):
-                for name, _ in called_by(module, caller):
-                    found[f"{path}.{name}" if path else name].append((path, nodes[caller.name]))
+                for _, nested in called_by(module, caller):
+                    found[paths[id(nested)]].append((path, nodes[caller.name]))
     return found
 
 

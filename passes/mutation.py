@@ -101,11 +101,16 @@ def _name(overload: Any) -> str:
     return str(overload.name())
 
 
-def base_of(node: Node) -> Node:
-    """The first node whose memory a node may share."""
-    while node.op == "call_function" and may_alias(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+def bases_of(node: Node) -> list[Node]:
+    """The first nodes whose memory a node may share: those that make their own result, or bring it in."""
+    found, seen, work = [], {node}, [node]
+    while work:
+        held = work.pop()
+        sources = held.all_input_nodes if held.op == "call_function" and may_alias(held) else []
+        found += [] if sources else [held]
+        work += [source for source in sources if source not in seen]
+        seen |= set(sources)
+    return found
 
 
 def accesses(node: Node, through: Callable[[Node], bool] = may_alias) -> tuple[list[Node], list[Node]]:
@@ -113,10 +118,10 @@ def accesses(node: Node, through: Callable[[Node], bool] = may_alias) -> tuple[l
 
     through: whether a call's result may share the memory that it is given.
     """
-    base = base_of(node)
     reads: list[Node] = []
     writes: list[Node] = []
-    seen, work = {base}, [base]
+    work = bases_of(node)
+    seen = set(work)
     while work:
         alias = work.pop()
         for user in alias.users:

@@ -15,7 +15,7 @@ from torch_batchnorm.decomps.affine import Affine
 from torch_batchnorm.decomps.forms import FIELDS, HALF
 from torch_batchnorm.decomps.layers import LAYER_BY_TARGET
 from torch_batchnorm.passes.channels import downstream, format_of, moved, same_sizes, scaling, upstream
-from torch_batchnorm.passes.mutation import accesses, base_of
+from torch_batchnorm.passes.mutation import accesses, bases_of
 from torch_batchnorm.passes.program import Draft
 from torch_batchnorm.passes.site import Site
 from torch_batchnorm.passes.state import State, quantization
@@ -293,12 +293,13 @@ class Plan:
         """
         if self.draft.functional:
             return ""
-        bases = [base_of(value)]
-        if bases[0] in self.state.names:
-            names = self.state.sharing(self.state.names[bases[0]])
-            bases += [root for name in names for root in self.state.roots[name] if root.graph is value.graph]
-        elif bases[0].op == "placeholder":
-            bases += [node for node in value.graph.find_nodes(op="placeholder") if node not in self.state.names]
+        bases = bases_of(value)
+        for base in list(bases):
+            if base in self.state.names:
+                names = self.state.sharing(self.state.names[base])
+                bases += [root for name in names for root in self.state.roots[name] if root.graph is value.graph]
+            elif base.op == "placeholder":
+                bases += [node for node in value.graph.find_nodes(op="placeholder") if node not in self.state.names]
         written: list[Node] = []
         for base in dict.fromkeys(bases):
             reads, writes = accesses(base)
@@ -317,19 +318,25 @@ class Plan:
         val: Any = val_of(source)
         dtype = torch.float32 if val.dtype in HALF and not self.convolves(fate) else val.dtype
         before = self._alone_by.get(source) if len(source.users) == 1 else None
-        first = None if before is None else before.affine
-        both = affine if first is None else first.then(affine)
-        reason = lossy(affine.lost(torch.zeros((), device="cpu") if first is None else first.shift, dtype), dtype)
-        if not (fits(both.scale, dtype) and fits(both.shift, dtype)):
-            return f"its scale and its shift are out of the range of {dtype}"
-        if reason and not self.options.force:
+        reason = "" if before is None else self._unheld(before.affine, affine, dtype)
+        if reason:
+            before = None
+        if before is None and (reason := self._unheld(None, affine, dtype)):
             return reason
         self._settled(fate)
-        if before is not None:
-            before.affine, fate.affine = both, None
+        if before is not None and before.affine is not None:
+            before.affine, fate.affine = before.affine.then(affine), None
         if self._one_end(site):
             self._alone_by[self.reach(site).ends[0]] = before or fate
         return ""
+
+    def _unheld(self, first: Affine | None, affine: Affine, dtype: torch.dtype) -> str:
+        """Why a dtype cannot hold what a site computes, behind another one or alone."""
+        both = affine if first is None else first.then(affine)
+        if not (fits(both.scale, dtype) and fits(both.shift, dtype)):
+            return f"its scale and its shift are out of the range of {dtype}"
+        bias = torch.zeros((), device="cpu") if first is None else first.shift
+        return "" if self.options.force else lossy(affine.lost(bias, dtype), dtype)
 
     def convolves(self, fate: Fate) -> bool:
         """Whether a site alone becomes a convolution."""
@@ -353,7 +360,9 @@ class Plan:
             if id(group[0]) not in blocked:
                 made = group[0].computed(self.options.float32_above, self.options.force)
                 if isinstance(made, str):
-                    yield from (pair for target in group for pair in _each(target, made))
+                    yield from (
+                        pair for target in group for pair in list(_each(target, made))[: len(target.intos) or None]
+                    )
                 else:
                     self.weights |= {id(target): made for target in group}
 
@@ -413,6 +422,7 @@ class Plan:
 
 
 def _each(target: Target, reason: str) -> Iterator[tuple[tuple[Node, str], str]]:
+    """All that goes into a layer, blocked."""
     yield from (((site.node, "down"), reason) for site, _ in target.intos)
     yield from (((site.node, "up"), reason) for site, _ in target.outs)
 

@@ -144,7 +144,7 @@ class Draft:
         self._unread: set[str] = set()  # the inputs that go
         self.verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
         self.renamed: dict[str, str] = {}  # nodes that others stand for now, for the signatures of module calls
-        self.left: set[str] = set()  # modules that nodes were taken out of: what has none left has no call signature
+        self._left: dict[str, bool] = {}  # modules that nodes were taken out of; whether they are called otherwise now
         self._unchecked = False  # whether the dialect or the signature's mutations changed
         self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -417,18 +417,47 @@ class Draft:
         if not isinstance(self.program, ExportedProgram):
             return []
         entries = list(map(_copy_entry, self.program.module_call_graph))
-        if any(entry.signature is not None and entry.fqn in self.left for entry in entries):
-            stacks = [n.meta.get("nn_module_stack") or {} for _, graph in self.graphs for n in graph.nodes]
-            there = {path for stack in stacks for path, _ in stack.values()}
-            gone = self.left - there
-            entries = [e if e.fqn not in gone else dataclasses.replace(e, signature=None) for e in entries]
         for signature in (entry.signature for entry in entries if entry.signature is not None):
             for argument in (*signature.inputs, *signature.outputs):
                 name = getattr(argument, "name", None)
                 while name in self.renamed:
                     name = self.renamed[name]
                     argument.name = name
-        return entries
+        if not any(entry.signature is not None for entry in entries) or not self._left:
+            return entries
+        nodes = {node.name: node for node in self.graphs[0][1].nodes}
+        there = {path for _, graph in self.graphs for node in graph.nodes for path in _modules_of(node)}
+        gone = {path for path, forgotten in self._left.items() if forgotten or path not in there}
+        return [
+            e if not e.fqn or (e.fqn not in gone and _named(e) <= nodes.keys()) else ModuleCallEntry(e.fqn)
+            for e in entries
+        ]
+
+    def rename(self, node: Node, stands: Node) -> None:
+        """Another node stands for one of the top graph from now on, in the signatures of module calls too."""
+        if node.graph is self.graphs[0][1] and node.name != stands.name:
+            self.renamed[node.name] = stands.name
+
+    def leave(self, node: Node) -> None:
+        """A node goes: a module that has none left has no call signature."""
+        for path in _modules_of(node):
+            self._left.setdefault(path, False)
+
+    def forget_signatures(self, node: Node) -> None:
+        """The modules that a node belongs to are called otherwise than their call signatures say."""
+        self._left |= dict.fromkeys(_modules_of(node), True)
+
+
+def _modules_of(node: Node) -> list[str]:
+    """The paths of the modules that a node was traced in, but for the whole program."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+
+
+def _named(entry: ModuleCallEntry) -> set[str]:
+    """The nodes that a module's call signature names."""
+    signature = entry.signature
+    arguments = () if signature is None else (*signature.inputs, *signature.outputs)
+    return {argument.name for argument in arguments if isinstance(argument, TensorArgument)}
 
 
 def _insert(
@@ -541,10 +570,15 @@ def _keep_attributes(top: torch.nn.Module, gained: dict[str, torch.Tensor], lost
         for held in (owner._parameters, owner._buffers, owner.__dict__):
             held.pop(last, None)
         atoms = name.split(".")[:-1]
-        while atoms and not any((owners[-1]._parameters, owners[-1]._buffers, owners[-1]._modules)):
-            if isinstance(owners.pop(), GraphModule):
-                break
+        while atoms and _is_bare(owners[-1]):
+            owners.pop()
             owners[-1]._modules.pop(atoms.pop())
+
+
+def _is_bare(module: torch.nn.Module) -> bool:
+    """Whether a module holds nothing, and is no more than a place for something."""
+    held = any((module._parameters, module._buffers, module._modules))
+    return not held and vars(module).keys() <= vars(torch.nn.Module()).keys()
 
 
 def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bool) -> Program:

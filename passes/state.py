@@ -298,6 +298,7 @@ class State:
             operands = [operand]
             node.graph.erase_node(node)
         elif node.op == "call_function":
+            self.draft.leave(node)
             node.graph.erase_node(node)
         for operand in operands:
             self.prune(operand)

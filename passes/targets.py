@@ -71,7 +71,9 @@ class Target:
         """Whether it gets the same weights, from tensors that are the same."""
         ours, theirs = (self.into, self.out), (other.into, other.out)
         alike = all(a.same(b) if a and b else a is b for a, b in zip(ours, theirs, strict=True))
-        read = [(t.weight.read, t.bias and t.bias.read, t.layer.groups, t.layer.input_first) for t in (self, other)]
+        read = [
+            (t.weight.read, t.bias and t.bias.read, t.layer.groups, t.layer.input_first, t.dtype) for t in (self, other)
+        ]
         return alike and read[0] == read[1]
 
     def losses(self) -> Iterator[tuple[Site, str, str]]:
@@ -175,6 +177,7 @@ def target_of(state: State, call: Node, reader: Node | None) -> Target | str:
     if found.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
         return f"{found.name} is {found.tensor.dtype}, {_EXPECTED}"
     target = Target(call, reader, form, layer, found, bias)
-    if bias is not None and bias.value().numel() != target.width(out=True):
-        return f"the bias of {named} has {bias.value().numel()} elements, expected {target.width(out=True)}"
+    shape, out = () if bias is None else tuple(bias.value().shape), target.width(out=True)
+    if bias is not None and (shape[-1:] != (out,) or bias.value().numel() != out):
+        return f"the bias of {named} is {list(shape)}, expected [{out}]"
     return target

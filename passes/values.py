@@ -94,7 +94,7 @@ def channel_axis(val: torch.Tensor | None) -> int | None:
 
 def cast_of(node: Node) -> Node | None:
     """What a node casts to another dtype, None when it is no cast."""
-    if node.target not in _CASTS:
+    if node.target not in _CASTS or not node.args:
         return None
     source, before, after = node.args[0], val_of(node.args[0]), val_of(node)
     known = before is not None and after is not None and before.device == after.device

@@ -71,6 +71,15 @@ def inside_and_outside(self, x):
     return outside + inside
 
 
+def aliased_by_a_nested_graph(self, x):
+    t = x.relu()
+    with torch.no_grad():
+        y = t.view(2, 4, 5, 5).detach()
+    z = self.bn(y)
+    t.add_(1)
+    return self.c(z) + t
+
+
 def buffers_in_one_memory(self, x):
     z = self.bn(self.a)
     self.b.add_(1)
@@ -130,6 +139,15 @@ TRAPS = {
         (2, 2),
     ),
     "an output written through a view": (lambda: Net(written_through_a_view, c=conv(), bn=norm()), (0, 0)),
+    "a bias that is a column": (
+        lambda: Net(
+            lambda s, x: s.bn(torch.addmm(s.b, x[0, :, 0, :4], s.w)),
+            bn=nn.BatchNorm1d(4),
+            w=parameter(4, 4),
+            b=parameter(4, 1),
+        ),
+        (0, 0),
+    ),
     "a submodule where the new bias would be": (
         lambda: Net(
             lambda s, x: s.bn(F.conv2d(x, s.weight)) + s.bias(x), weight=parameter(4, 4, 1, 1), bias=conv(), bn=norm()
@@ -183,6 +201,13 @@ def test_buffers_in_one_memory_written_in_between():
     result = Fold()(program)
     assert "may be written to by add_" in result.declined[0].reason
     close(ran(result.program), want)
+
+
+def test_an_alias_that_a_nested_graph_returns_and_that_is_written_to_later():
+    program = export(Net(aliased_by_a_nested_graph, bn=norm(), c=conv()), X)
+    result = Fold()(program)
+    assert "may be written to by add_" in result.declined[0].reason
+    close(ran(result.program), ran(program))
 
 
 def test_a_layer_is_not_called_once_more_when_its_output_is_written_through_a_view():
@@ -240,6 +265,105 @@ def test_what_autocast_computes_in_is_what_a_weight_has_to_fit():
     result = Fold()(export(module, x))
     assert "out of the range of torch.float16" in result.declined[0].reason
     assert ran(result.program, x).isfinite().all()
+
+
+def test_a_weight_that_is_read_in_float32_and_in_float16_has_to_fit_both():
+    def both(self, x):
+        found = self.bn(self.c(x))
+        with torch.autocast("cpu", torch.float16):
+            return found + self.bn(self.c(x))
+
+    module = Net(both, c=conv(bias=False), bn=nn.BatchNorm2d(4, eps=1e-12)).float()
+    module.bn.running_var.fill_(1e-11)
+    module.bn.running_mean.zero_()
+    x = X.float() * 1e-5
+    assert ran(tbn.fold(export(module, x)), x).isfinite().all()
+
+
+def test_a_product_without_bias_stays_in_the_dtype_of_autocast():
+    def product(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.bn(x[:, :, 0, 0] @ self.w)
+
+    module = Net(product, bn=nn.BatchNorm1d(4), w=parameter(4, 4)).float()
+    program = export(module, X.float())
+    result = Fold()(program)
+    assert (len(result.edits), ran(result.program, X.float()).dtype) == (1, torch.bfloat16)
+
+
+def test_one_site_that_does_not_fit_is_no_matter_to_the_others():
+    module = Net(lambda s, x: s.b(s.c(s.a(x))), a=nn.BatchNorm2d(4, eps=1e-12), b=norm(), c=conv(bias=False)).half()
+    for tensor, value in ((module.a.running_var, 1e-7), (module.a.weight, 100.0), (module.a.bias, 0.0)):
+        nn.init.constant_(tensor, value)
+    module.a.running_mean.zero_()
+    result = Fold()(export(module, (X * 1e-3).half()))
+    assert [(edit.module, bool(edit.after)) for edit in result.edits] == [("b", True)]
+    assert [declined.module for declined in result.declined] == ["a"]
+
+
+def test_two_that_would_lose_as_one_stay_two_alone():
+    module = Net(lambda s, x: s.b(s.a(x)), a=norm(), b=norm()).float()
+    nn.init.constant_(module.a.bias, 1e5)
+    module.b.running_mean.fill_(0)
+    result = Fold(alone="multiply_add")(export(module, X.float()))
+    assert (len(result.edits), result.declined, Fold(alone="multiply_add")(result.program).modified) == (2, (), False)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # of what is no parameter or buffer
+@pytest.mark.parametrize("inplace", [False, True], ids=("a copy", "in place"))
+def test_a_module_that_holds_something_else_stays(inplace):
+    module = export(Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), X).module()
+    module.bn.k = torch.full((1, 4, 1, 1), 3.0).double()
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        k = module.graph.get_attr("bn.k")
+        added = module.graph.call_function(aten.add.Tensor, (output.args[0][0], k))
+    output.args = ((added,),)
+    module.recompile()
+    want = ran(module)
+    close(ran(tbn.fold(module, inplace=inplace)), want)
+
+
+def test_a_nested_graph_under_two_names_is_not_bound_to_one_call():
+    nested = export(Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), X).module()
+    inner, outer = nested.graph, torch.fx.Graph()
+    roots = [node for node in inner.find_nodes(op="get_attr") if node.users]
+    x = inner.find_nodes(op="placeholder")[0]
+    for root in roots:
+        with inner.inserting_after(x):
+            held = inner.placeholder(root.name + "_held")
+        held.meta = dict(root.meta)
+        root.replace_all_uses_with(held)
+    for node in [*inner.find_nodes(op="call_module"), *inner.find_nodes(op="get_attr")]:
+        inner.erase_node(node)
+    inner.set_codegen(torch.fx.graph.CodeGen())
+    order = [str(node.target).removesuffix("_held") for node in inner.find_nodes(op="placeholder")[1:]]
+    holder, targets = nn.Module(), {root.name: str(root.target) for root in roots}
+    held_by = torch.fx.GraphModule(nn.Module(), inner)
+    holder.first = holder.second = held_by
+    given = outer.placeholder("x")
+    given.meta = dict(x.meta)
+    outs = []
+    for which, factor in (("first", 1.0), ("second", 2.0)):
+        operands = []
+        for name in order:
+            kept = f"{which}_{name}"
+            holder.register_buffer(
+                kept,
+                nested.get_parameter(targets[name]).detach() * factor
+                if "running" not in name
+                else nested.get_buffer(targets[name]) * factor,
+            )
+            operand = outer.get_attr(kept)
+            operand.meta["val"] = getattr(holder, kept)
+            operands.append(operand)
+        outs.append(outer.call_module(which, (given, *operands)))
+    outer.output(tuple(out for out in outs))
+    module = torch.fx.GraphModule(holder, outer)
+    want = module(X)
+    found = tbn.fold(module)(X)
+    for left, right in zip(found, want, strict=True):
+        close(left[0], right[0])
 
 
 def test_float32_above_does_not_touch_float64_weights():
@@ -310,11 +434,62 @@ def test_a_counter_stays_with_statistics_that_are_still_read():
     assert "bn.num_batches_tracked" in tbn.fold(program).state_dict
 
 
-def test_a_module_that_is_folded_away_has_no_call_signature():
-    program = torch.export.export(
-        Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), (X,), preserve_module_call_signature=("bn", "c")
-    )
-    close(ran(torch.export.unflatten(tbn.fold(program))), ran(program))
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k = parameter(4, 1, 1)
+
+    def forward(self, x, k=None):
+        return x * (self.k if k is None else k)
+
+
+# A module, the options, and the modules whose call signatures are to be preserved.
+SIGNED = {
+    "the batch norm and its layer": (lambda: Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), {}, ("bn", "c")),
+    "a scale behind it": (
+        lambda: Net(lambda s, x: s.k(s.bn(s.c(x))).relu(), k=Scale(), c=conv(), bn=norm()),
+        {},
+        ("k",),
+    ),
+    "a scale ahead of it": (lambda: Net(lambda s, x: s.bn(s.k(s.c(x))), k=Scale(), c=conv(), bn=norm()), {}, ("k",)),
+    "a scale that is handed its constant": (
+        lambda: Net(lambda s, x: s.bn(s.k(s.c(x), s.w)), k=Scale(), c=conv(), bn=norm(), w=parameter(4, 1, 1)),
+        {},
+        ("k",),
+    ),
+    "what holds nothing else": (
+        lambda: Net(lambda s, x: s.q(s.c(x)).relu(), c=conv(), q=nn.Sequential(norm(), Scale())),
+        {},
+        ("q", "q.1"),
+    ),
+    "what holds more": (
+        lambda: Net(lambda s, x: s.q(x).relu(), q=nn.Sequential(conv(), norm(), nn.ReLU())),
+        {},
+        ("q",),
+    ),
+    "a layer that is called once more": (
+        lambda: Net(lambda s, x: (lambda y: s.bn(y).relu() + y)(s.c(x)), c=conv(), bn=norm()),
+        {"clone_calls": True},
+        ("c",),
+    ),
+    "a layer called once more in what holds it": (
+        lambda: Net(lambda s, x: (lambda y: s.bn(y).relu() + y)(s.q(x)), q=nn.Sequential(nn.ReLU(), conv()), bn=norm()),
+        {"clone_calls": True},
+        ("q",),
+    ),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=("a copy", "in place"))
+@pytest.mark.parametrize("name", SIGNED)
+def test_modules_with_a_call_signature(name, inplace):
+    make, options, modules = SIGNED[name]
+    program = torch.export.export(make(), (X,), preserve_module_call_signature=modules)
+    want = ran(program)
+    result = Fold(**options, inplace=inplace)(program)
+    assert (len(result.edits), tbn.verify(result.program)) == (1, ())
+    close(ran(torch.export.unflatten(result.program)), want)
+    close(ran(saved_and_loaded(result.program)), want)
 
 
 def test_whatever_mode_or_device_is_set_around_it():
