@@ -12,7 +12,15 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from torch_batchnorm.decomps.forms import BY_TARGET, UPDATED, form_of
-from torch_batchnorm.passes.program import Draft, Program, called_by, callers_in, empty_val, graphs_of, state_names
+from torch_batchnorm.passes.program import (
+    Draft,
+    called_by,
+    callers_in,
+    empty_val,
+    graphs_of,
+    state_names,
+    tensors_of,
+)
 from torch_batchnorm.passes.removal import Removals, set_val
 from torch_batchnorm.passes.site import Site
 
@@ -56,13 +64,12 @@ class Counters:
     @cached_property
     def state(self) -> dict[str, torch.Tensor]:
         """Buffers and constants by name."""
-        return _tensors(self.draft.program)
+        return tensors_of(self.draft.program)
 
     def of(self, site: Site) -> str | None:
         """The name of the site's counter in the state, None when it has none."""
         mean = self.names[site.path].get(root_of(site.norm.running_mean).name, "")
-        parent = mean.rpartition(".")[0]
-        name = f"{parent}.{COUNTER}" if parent else COUNTER
+        name = counter_beside(mean)
         return name if mean and (name in self.holders[site.path] or name in self.state) else None
 
     def pair(self, sites: list[Site]) -> dict[Node, Node | str | None]:
@@ -243,15 +250,10 @@ class Counters:
         return ""
 
 
-def _tensors(program: Program) -> dict[str, torch.Tensor]:
-    """Buffers and constants by name."""
-    if isinstance(program, ExportedProgram):
-        state: dict[str, Any] = {**program.constants, **program.state_dict}
-    else:
-        state = dict(program.named_buffers(remove_duplicate=False))
-        targets = (str(n.target) for n in program.graph.find_nodes(op="get_attr"))
-        state |= {t: getattr(program, t) for t in targets if "." not in t and t not in state}
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+def counter_beside(statistic: str) -> str:
+    """What the counter is called beside a running statistic of this name."""
+    owner = statistic.rpartition(".")[0]
+    return f"{owner}.{COUNTER}" if owner else COUNTER
 
 
 def callers_of(draft: Draft) -> dict[str, list[tuple[str, Node]]]:

@@ -585,7 +585,7 @@ def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bo
     """The program with other values for some of its buffers, by name: written into them, or in a copy that shares the
     rest.
     """
-    held = _held(program)
+    held = tensors_of(program)
     if inplace:
         with torch.no_grad():
             for name, value in tensors.items():
@@ -602,10 +602,16 @@ def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bo
     return made
 
 
-def _held(program: Program) -> dict[str, torch.Tensor]:
+def tensors_of(program: Program) -> dict[str, torch.Tensor]:
+    """Everything that a program holds, by name: parameters, buffers, constants; what is tied under each name."""
     if isinstance(program, ExportedProgram):
-        return {**program.constants, **program.state_dict}
-    return dict(program.named_buffers(remove_duplicate=False))
+        state: dict[str, Any] = {**program.constants, **program.state_dict}
+    else:
+        state = dict(program.named_parameters(remove_duplicate=False))
+        state |= dict(program.named_buffers(remove_duplicate=False))
+        targets = (str(node.target) for node in program.graph.find_nodes(op="get_attr"))
+        state |= {t: getattr(program, t) for t in targets if "." not in t and t not in state}
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _shallow(module: torch.nn.Module) -> torch.nn.Module:

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from torch_batchnorm.passes.counting import COUNTER, ONCE, callers_of
+from torch_batchnorm.passes.counting import ONCE, callers_of, counter_beside
 from torch_batchnorm.passes.mutation import accesses, may_alias
-from torch_batchnorm.passes.program import Draft, Program, called_by, empty_val
+from torch_batchnorm.passes.program import Draft, called_by, empty_val, tensors_of
 from torch_batchnorm.passes.removal import set_val
 from torch_batchnorm.passes.values import arguments_of, cast_of, measures, val_of
 
@@ -97,7 +96,7 @@ class State:
 
     def __init__(self, draft: Draft, unchanged: Collection[Node] = ()) -> None:
         self.draft = draft
-        self.tensors = _tensors(draft.program)
+        self.tensors = tensors_of(draft.program)
         self.names: dict[Node, str] = {}
         self.roots: dict[str, list[Node]] = defaultdict(list)
         self._bound: dict[Node, tuple[Node, Node]] = {}  # placeholder of a nested graph -> its caller, the operand
@@ -310,8 +309,7 @@ class State:
         for name in list(self._dead):
             self._dead |= {other for other in self.sharing(name) if self.tensors[other] is self.tensors[name]}
         gone = {name for name in self._dead if self._free(name)}
-        owners = [name.rpartition(".")[0] for name in gone if name.rpartition(".")[2] == "running_mean"]
-        counters = (f"{owner}.{COUNTER}" if owner else COUNTER for owner in owners)
+        counters = (counter_beside(name) for name in gone if name.rpartition(".")[2] == "running_mean")
         gone |= {name for name in counters if name in self.tensors and self._free(name)}
         self.draft.drop_state(gone, [root for name in gone for root in self.roots[name] if not root._erased])
 
@@ -364,15 +362,3 @@ def quantization(node: Node) -> str:
         work = [n for held in work for n in held.all_input_nodes if n not in seen]
         seen |= set(work)
     return ""
-
-
-def _tensors(program: Program) -> dict[str, torch.Tensor]:
-    """Everything that a program holds, by name."""
-    if isinstance(program, ExportedProgram):
-        state: dict[str, Any] = {**program.constants, **program.state_dict}
-    else:
-        state = dict(program.named_parameters(remove_duplicate=False))
-        state |= dict(program.named_buffers(remove_duplicate=False))
-        targets = (str(n.target) for n in program.graph.find_nodes(op="get_attr"))
-        state |= {t: getattr(program, t) for t in targets if "." not in t and t not in state}
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
