@@ -348,21 +348,20 @@ class Plan:
 
     def _conflicts(self) -> Iterator[tuple[tuple[Node, str], str]]:
         """Sites and directions that do not work after all."""
-        blocked: dict[int, str] = {}
+        shared: set[int] = set()
         for targets in self._by_memory():
             for target in () if self.options.force else targets:
                 yield from (((site.node, direction), why) for site, direction, why in target.losses())
             for target, reason in self._sharing(targets):
-                blocked[id(target)] = reason
-                yield from _each(target, reason)
+                shared.add(id(target))
+                yield from _blocked(target.outs, target.intos, reason)
         self.weights: dict[int, tuple[Tensor, Tensor]] = {}
         for group in self.groups():
-            if id(group[0]) not in blocked:
+            if id(group[0]) not in shared:
                 made = group[0].computed(self.options.float32_above, self.options.force)
-                if isinstance(made, str):
-                    yield from (
-                        pair for target in group for pair in list(_each(target, made))[: len(target.intos) or None]
-                    )
+                if isinstance(made, str):  # what is ahead of the layer first: without it, the rest may fit
+                    for target in group:
+                        yield from _blocked([] if target.intos else target.outs, target.intos, made)
                 else:
                     self.weights |= {id(target): made for target in group}
 
@@ -421,10 +420,12 @@ class Plan:
         return "folded into " + ", ".join(calls)
 
 
-def _each(target: Target, reason: str) -> Iterator[tuple[tuple[Node, str], str]]:
-    """All that goes into a layer, blocked."""
-    yield from (((site.node, "down"), reason) for site, _ in target.intos)
-    yield from (((site.node, "up"), reason) for site, _ in target.outs)
+def _blocked(
+    outs: list[tuple[Site, Affine]], intos: list[tuple[Site, Affine]], reason: str
+) -> Iterator[tuple[tuple[Node, str], str]]:
+    """Sites with the direction in which they do not fold, and why."""
+    yield from (((site.node, "down"), reason) for site, _ in intos)
+    yield from (((site.node, "up"), reason) for site, _ in outs)
 
 
 def _listed(nodes: Iterable[Node]) -> str:
