@@ -366,6 +366,15 @@ def test_a_nested_graph_under_two_names_is_not_bound_to_one_call():
         close(left[0], right[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64], ids=str)
+def test_a_weight_of_another_kind_of_number_is_declined(dtype):
+    module = Net(lambda s, x: s.bn(F.conv2d(x, s.w.real.double() if s.w.is_complex() else s.w.double())), bn=norm())
+    module.register_buffer("w", torch.ones(4, 4, 1, 1).to(dtype))
+    program = export(module, X)
+    (declined,) = Fold()(program).declined
+    assert "w is torch.int8, expected one of" in declined.reason or "computed by aten." in declined.reason
+
+
 def test_float32_above_does_not_touch_float64_weights():
     program = export(Net(lambda s, x: s.bn(s.c(x)), c=conv(), bn=norm()), X)
     close(ran(tbn.fold(program, float32_above=0)), ran(program))
