@@ -15,7 +15,7 @@ from torch_batchnorm.passes.channels import same_sizes
 from torch_batchnorm.passes.planning import Options, Plan
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
 from torch_batchnorm.passes.site import Site, find_nodes, find_sites
-from torch_batchnorm.passes.state import State
+from torch_batchnorm.passes.state import State, quantization
 from torch_batchnorm.passes.values import sizes_of, val_of
 
 ALONE = ("leave", "multiply_add", "depthwise")
@@ -87,7 +87,7 @@ class Fold:
         """Why a site is no constant scale and shift, empty when it may be one."""
         norm = site.norm
         if site.problem or norm is None:
-            return site.problem
+            return site.problem + ("" if norm is None else quantization(norm.input))
         if norm.training:
             known = norm.running_mean is not None
             return (
