@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +83,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 def bias_of(layer: Layer, weight: Tensor, bias: Tensor | None, into: Affine | None) -> Tensor:
     """The bias of a layer, [out] in float64, with what the shift of its input adds to every output."""
-    _, out = layer.channels(weight)
+    out = math.prod(layer.grouped(weight).shape[:2])
     found = torch.zeros(out, dtype=torch.float64, device="cpu") if bias is None else wide(bias).reshape(-1).expand(out)
     if into is None or not bool(into.shift.any()):
         return found

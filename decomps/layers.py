@@ -36,11 +36,6 @@ class Layer:
         split = weight.view(self.groups, weight.shape[0] // self.groups, *weight.shape[1:])
         return split.transpose(1, 2) if self.input_first else split
 
-    def channels(self, weight: Tensor) -> tuple[int, int]:
-        """How many channels go in and come out."""
-        groups, out, into = self.grouped(weight).shape[:3]
-        return groups * into, groups * out
-
 
 @dataclass(frozen=True, eq=False)
 class LayerForm:

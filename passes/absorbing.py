@@ -141,7 +141,7 @@ class Absorbing:
         if site.norm.out:
             stands = self._new(site.node, aten.copy_.default, (site.norm.out["out"], stands))
         for end in reach.ends:
-            self._replace(end, stands)
+            end.replace_all_uses_with(stands)
         for holder, statistic in returned_as_they_are(site).items():
             self._replace(holder, statistic)
         gone = [*reach.tail, *(holder for holders in site.outputs.values() for holder in holders), site.node]
@@ -195,8 +195,7 @@ class Absorbing:
         operands = made.all_input_nodes
         values = dict(zip(operands, in_one_mode([val_of(operand) for operand in operands]), strict=True))
         read = [values.get(a, a) if isinstance(a, Node) else a for a in args]
-        with torch.no_grad():
-            made.meta = {**metadata_for(node), "val": target(*read, **(kwargs or {}))}
+        made.meta = {**metadata_for(node), "val": target(*read, **(kwargs or {}))}
         return made
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from torch_batchnorm.decomps.affine import wide
 from torch_batchnorm.passes.state import State
 from torch_batchnorm.passes.values import arguments_of, cast_of, sizes_of, val_of
 
@@ -125,16 +126,9 @@ def _aligned(have: Any, axis: int, channels: int, want: Any) -> tuple[int, torch
 def _quotient(many: Any, few: Any) -> int | None:
     """How many times the product of some sizes is that of others, None when that is no whole number or not known."""
     if all(type(size) is int for size in (*many, *few)):
-        whole, part = _product(many), _product(few)
+        whole, part = math.prod(many), math.prod(few)
         return None if part == 0 or whole % part or whole == 0 else whole // part
-    return 1 if statically_known_true(_product(many) == _product(few)) else None
-
-
-def _product(sizes: Any) -> Any:
-    found: Any = 1
-    for size in sizes:
-        found = operator.mul(found, size)
-    return found
+    return 1 if statically_known_true(math.prod(many) == math.prod(few)) else None
 
 
 def same_sizes(a: Any, b: Any) -> bool:
@@ -192,10 +186,10 @@ def _channelwise(state: State, other: Any, axis: int, channels: int) -> torch.Te
     val = val_of(other)
     if val is None or val.is_complex():
         return None
-    wide = [(val.ndim - 1 - i, size) for i, size in enumerate(sizes_of(val.shape)) if size != 1]
-    if wide not in ([], [(axis, channels)]):
+    long = [(val.ndim - 1 - i, size) for i, size in enumerate(sizes_of(val.shape)) if size != 1]
+    if long not in ([], [(axis, channels)]):
         return None
     constant = state.constant(other)
     if isinstance(constant, str):
         return None
-    return constant.value().detach().to("cpu", torch.float64).reshape(-1).expand(channels)
+    return wide(constant.value()).reshape(-1).expand(channels)

@@ -16,6 +16,7 @@ from torch_batchnorm.passes.planning import Options, Plan
 from torch_batchnorm.passes.program import Declined, Draft, Edit, Program, Result, graphs_of
 from torch_batchnorm.passes.site import Site, find_nodes, find_sites
 from torch_batchnorm.passes.state import State, quantization
+from torch_batchnorm.passes.targets import EXPECTED
 from torch_batchnorm.passes.values import sizes_of, val_of
 
 ALONE = ("leave", "multiply_add", "depthwise")
@@ -89,12 +90,9 @@ class Fold:
         if site.problem or norm is None:
             return site.problem + ("" if norm is None else quantization(norm.input))
         if norm.training:
-            known = norm.running_mean is not None
-            return (
-                "it normalises with its batch's statistics" + (": switch the program to eval first" if known else "")
-                if known
-                else "it has no running statistics: its batch's are its meaning"
-            )
+            if norm.running_mean is None:
+                return "it has no running statistics: its batch's are its meaning"
+            return "it normalises with its batch's statistics: switch the program to eval first"
         if trains and not self.force:
             return "it is frozen in a program that trains, and folding changes what weights learn: switch to eval first"
         used = [role for role in site.outputs if role not in ("out", *UPDATED) and site.used(role)]
@@ -111,7 +109,7 @@ class Fold:
         if type(channels) is not int or not channels:
             return f"its input has {channels} channels, expected a known number"
         if val.dtype not in LIMITS:
-            return f"its input is {val.dtype}, expected one of {', '.join(map(str, LIMITS))}"
+            return f"its input is {val.dtype}, {EXPECTED}"
         return ""
 
 

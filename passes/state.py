@@ -105,6 +105,7 @@ class State:
         self._mutated = {target for target, value in draft.mutations() if value not in unchanged}
         self._dead: set[str] = set()
         self._callers: set[Node] = set()
+        self._handed: set[tuple[Node, Node]] = set()  # the calls with the operands that they hand on by name
         self._opaque: dict[str, Node] = {}  # what a module that is no graph holds -> who calls it
         self._made: dict[tuple[Node, str], Node] = {}  # new parameters: a root beside it, its name -> its node
         self._latest: dict[Node, Node] = {}  # the last new parameter beside a node
@@ -156,6 +157,7 @@ class State:
         for placeholder, operand in zip(placeholders, caller.args[len(caller.args) - len(placeholders) :], strict=True):
             if operand in self.names:
                 self._bound[placeholder] = caller, operand  # type: ignore[assignment]
+                self._handed.add((caller, operand))  # type: ignore[arg-type]
                 self._name(placeholder, self.names[operand])  # type: ignore[index]
 
     def constant(self, operand: Node) -> Constant | str:
@@ -227,12 +229,8 @@ class State:
             for user in operand.users:
                 if _hands_on(user):
                     work.append(user)
-                elif not measures(user, operand) and (user not in self._callers or not self._handed(user, operand)):
+                elif not measures(user, operand) and (user, operand) not in self._handed:
                     yield user, operand
-
-    def _handed(self, caller: Node, operand: Node) -> bool:
-        """Whether a call hands an operand to a graph whose placeholder has its name."""
-        return any(bound == (caller, operand) for bound in self._bound.values())
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Another tensor in the place of one, under all the names it has."""
@@ -269,6 +267,7 @@ class State:
                 node = graph.placeholder(outer.name)
             caller.args = (*caller.args, outer)
             self._bound[node] = caller, outer
+            self._handed.add((caller, outer))
         elif beside.op == "placeholder":
             node = self.draft.add_parameter("p_" + name.replace(".", "_"), name, after)
         else:

@@ -18,7 +18,7 @@ from torch_batchnorm.passes.site import Site
 from torch_batchnorm.passes.state import Constant, State
 from torch_batchnorm.passes.values import val_of
 
-_EXPECTED = f"expected one of {', '.join(map(str, LIMITS))}"
+EXPECTED = f"expected one of {', '.join(map(str, LIMITS))}"
 
 
 @dataclass(eq=False)
@@ -163,7 +163,7 @@ def target_of(state: State, call: Node, reader: Node | None) -> Target | str:
     if not isinstance(weight, Node) or val is None or val_of(call) is None:
         return f"the graph keeps no shapes (no val) for {named}: trace it with fake tensors"
     if val.dtype not in LIMITS:
-        return f"the weight of {named} is {val.dtype}, {_EXPECTED}"
+        return f"the weight of {named} is {val.dtype}, {EXPECTED}"
     if (val.ndim == 2) is form.kernel or val.ndim < 2:
         return f"the weight of {named} has {val.ndim} dimensions"
     if not form.plain(call.args, call.kwargs):
@@ -175,7 +175,7 @@ def target_of(state: State, call: Node, reader: Node | None) -> Target | str:
     if type(layer.groups) is not int or found.view(found.tensor.detach()) is None:
         return f"the weight of {named} is a copy of {found.name} in another layout"
     if found.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
-        return f"{found.name} is {found.tensor.dtype}, {_EXPECTED}"
+        return f"{found.name} is {found.tensor.dtype}, {EXPECTED}"
     target = Target(call, reader, form, layer, found, bias)
     shape, out = () if bias is None else tuple(bias.value().shape), target.width(out=True)
     if bias is not None and (shape[-1:] != (out,) or bias.value().numel() != out):
