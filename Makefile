@@ -30,7 +30,7 @@ test: setup ## every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 accept: setup ## rewrite the graph snapshots with what the code does now (read the diff)
-	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest -q tests/test_snapshots.py tests/test_expect.py $(TESTS)
+	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest -q tests/rewriting/test_snapshots.py tests/rewriting/test_expect.py $(TESTS)
 
 bench: setup ## measure the claims of the README: a table, and benchmarks/results.json
 	$(BIN)/python benchmarks/run.py

@@ -40,7 +40,7 @@ from transformers import (
 )
 
 import torch_batchnorm as tbn
-from torch_batchnorm.render import table
+from torch_batchnorm.tables import table
 
 aten = torch.ops.aten
 LEGIT = aten._native_batch_norm_legit_functional.default

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_batchnorm.decomps.forms import HALF, BatchNorm
-from torch_batchnorm.decomps.layers import Layer
+from .forms import HALF, BatchNorm
+from .layers import Layer
 
 # How much a fold may lose by its own rounding, in standard deviations of a channel, by the dtype of the weight.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2.0**-5, torch.bfloat16: 2.0**-4}

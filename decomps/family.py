@@ -10,11 +10,15 @@ from torch import Tensor
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from torch_batchnorm.decomps.forms import HALF
-from torch_batchnorm.errors import InvalidBatchNorm
+from ..errors import InvalidBatchNorm
+from .forms import HALF
 
 aten = torch.ops.aten
+
+
 T = TypeVar("T", bound=tuple[Any, ...])
+
+
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

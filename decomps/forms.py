@@ -42,15 +42,26 @@ class Dialect(Enum):
 
 # Output roles, in the order that ATen returns them.
 OUT = ("out",)
+
+
 SAVED = ("out", "save_mean", "save_invstd")
+
+
 RESERVED = (*SAVED, "reserve")
+
+
 UPDATED = ("new_running_mean", "new_running_var")
+
+
 GRADS = ("grad_input", "grad_weight", "grad_bias")
+
 
 # Computed in float32.
 HALF = (torch.float16, torch.bfloat16)
 
+
 FIELDS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+
 
 # cuDNN's and MIOpen's schemas call two fields by their own names; every other argument is named as its field.
 VENDOR_NAMES = MappingProxyType({"exponential_average_factor": "momentum", "epsilon": "eps"})
@@ -203,9 +214,16 @@ class Form:
 
 
 _YAML = "aten/src/ATen/native/native_functions.yaml"
+
+
 _FAMILY, _CORE, _COMPOSITE, _VENDOR = Dialect.FAMILY, Dialect.CORE, Dialect.COMPOSITE, Dialect.VENDOR
+
+
 _TRAIN, _EVAL, _FLAG = Mode.TRAIN, Mode.EVAL, Mode.FLAG
+
+
 _IN_PLACE, _OUTPUTS, _NONE = Statistics.IN_PLACE, Statistics.OUTPUTS, Statistics.NONE
+
 
 FORMS: tuple[Form, ...] = (
     # The family: the kernel is picked when the op runs. pytorch#116092.
@@ -237,11 +255,15 @@ FORMS: tuple[Form, ...] = (
     Form(aten.miopen_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
 )
 
+
 # The gradients, under their forward's dialect. Each schema calls the saved statistics and the mode by other names.
 _SAVES = {"save_var": "save_invstd", "save_var_transform": "save_invstd", "train": "training", "update": "training"}
+
+
 _GRADIENT = MappingProxyType(
     {**VENDOR_NAMES, **_SAVES, "grad_output": "grad_out"} | dict.fromkeys(("reserveSpace", "reservedSpace"), "reserve")
 )
+
 
 GRADIENTS: tuple[Form, ...] = (
     # The family's picks its kernel when it runs, and reads the reserve that its forward returned.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_batchnorm.decomps.forms import GRADS, HALF, BatchNorm, Gradient
+from .forms import GRADS, HALF, BatchNorm, Gradient
 
 
 def _computed(input: Tensor) -> torch.dtype:

@@ -115,4 +115,5 @@ LAYERS: tuple[LayerForm, ...] = (
     LayerForm(aten.matmul.default, "self", "other", None, input_first=True, kernel=False),
 )
 
+
 LAYER_BY_TARGET: Mapping[Any, LayerForm] = MappingProxyType({form.overload: form for form in LAYERS})

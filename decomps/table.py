@@ -12,20 +12,14 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_batchnorm.decomps.family import written
-from torch_batchnorm.decomps.forms import (
-    FORMS,
-    GRADIENTS,
-    BatchNorm,
-    Dialect,
-    Form,
-    Statistics,
-    family_form,
-    like_of,
-)
+from .family import written
+from .forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics, family_form, like_of
 
 aten = torch.ops.aten
+
+
 Decomposition = Callable[..., Any]
+
 
 # The memory of a saved statistic -> the reserve that the family returned with it.
 Reserves = WeakIdKeyDictionary
@@ -93,6 +87,8 @@ def _family(norm: BatchNorm, in_place: bool) -> dict[str, Any]:
 
 # The overloads, so that the traced node is the one that consolidation writes.
 _ONES, _ZEROS = aten.new_ones.default, aten.new_zeros.default
+
+
 _FILLS = {"weight": _ONES, "bias": _ZEROS, "running_mean": _ZEROS, "running_var": _ONES}
 
 

@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import torch_batchnorm as tbn
-from torch_batchnorm.render import table
+from torch_batchnorm.tables import table
 
 STEPS, BATCH = 3, 4
 console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)

@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import pkgutil
 import re
@@ -63,26 +64,61 @@ PUBLIC = [
     "unfreeze",
     "verify",
 ]
-# A module imports only from layers after its own.
-LAYERS = ["cli", "files", "report", "render", "passes", "decomps", "errors"]
+# A room imports only from rooms in later rows: what shares a row does not know of each other.
+ARROWS = [
+    ["cli"],
+    ["files"],
+    ["inspection"],
+    ["render", "tables"],
+    ["passes.modes", "passes.folding", "passes.raising", "passes.inductor", "exporting"],
+    ["passes.rewriting"],
+    ["passes.graph"],
+    ["decomps.table", "decomps.backends"],
+    ["decomps.family"],
+    ["decomps"],
+    ["errors"],
+]
 MODULES = [m.name for m in pkgutil.walk_packages(tbn.__path__, "torch_batchnorm.")]
 
 
 def test_public_names_are_these():
-    modules = {"cli", "decomps", "errors", "files", "passes", "report"}
+    modules = {"cli", "decomps", "errors", "exporting", "files", "inspection", "passes", "tables"}
     assert sorted(n for n in vars(tbn) if not n.startswith("_") and n not in modules) == sorted(PUBLIC)
+
+
+def room(name):
+    """The room of a module, by its path under the package, and the number of its row."""
+    rooms = [(room, number) for number, row in enumerate(ARROWS) for room in row]
+    found = [(room, number) for room, number in rooms if f"{name}.".startswith(f"{room}.")]
+    assert found, f"{name} lies in no room of the arrows"
+    return max(found, key=lambda pair: len(pair[0]))
+
+
+def imports(name):
+    """The modules of the package that a module imports, by path under it, and whether each was named relatively."""
+    module = importlib.import_module(name)
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module.startswith("torch_batchnorm")):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__spec__.parent)
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield (whole if whole in MODULES else base).partition(".")[2], bool(node.level)
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("torch_batchnorm") for alias in node.names), name
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_run_one_way(name):
-    layer = LAYERS.index(name.split(".")[1])
-    tree = ast.parse(Path(importlib.import_module(name).__file__).read_text())
-    imported = [
-        n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("torch_batchnorm")
-    ]
-    assert all(i.startswith("torch_batchnorm.") for i in imported), "absolute, from the module that defines it"
-    for target in (LAYERS.index(i.split(".")[1]) for i in imported):
-        assert target > layer or LAYERS[layer] == LAYERS[target] in ("passes", "decomps")
+    inside = name.partition(".")[2]
+    if inside in ("decomps", "passes"):
+        return
+    mine, row = room(inside)
+    for target, relative in imports(name):
+        theirs, other = room(target)
+        assert theirs == mine or other > row, f"{inside} imports {target}"
+        assert relative is inside.startswith(("decomps.", "passes.")), (
+            "relative inside the two folders, absolute elsewhere"
+        )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -106,9 +142,11 @@ def test_wheel_imports_outside_the_repository_and_claims_no_other_name(dist, tmp
         names = archive.namelist()
         archive.extractall(tmp_path)
     assert {n.split("/")[0] for n in names} == {"torch_batchnorm", f"torch_batchnorm-{tbn_version()}.dist-info"}
-    assert {"torch_batchnorm/py.typed", "torch_batchnorm/decomps/forms.py", "torch_batchnorm/passes/site.py"} <= set(
-        names
-    )
+    assert {
+        "torch_batchnorm/py.typed",
+        "torch_batchnorm/decomps/forms.py",
+        "torch_batchnorm/passes/rewriting/site.py",
+    } <= set(names)
     code = (
         "import importlib.util as u, torch_batchnorm as t, torch_batchnorm.cli; print(t.__file__);"
         "print([n for n in ('decomps', 'passes') if u.find_spec(n)])"

@@ -16,15 +16,16 @@ from rich.markup import escape
 
 from torch_batchnorm.errors import BatchNormError
 from torch_batchnorm.files import check_output, load, load_batches, save
-from torch_batchnorm.passes.consolidation import Consolidate
-from torch_batchnorm.passes.folding import Fold
-from torch_batchnorm.passes.freezing import Freeze, Unfreeze
-from torch_batchnorm.passes.legalization import TARGETS, Legalize
-from torch_batchnorm.passes.mode import SwitchMode
-from torch_batchnorm.passes.program import Program, Result
-from torch_batchnorm.passes.recalibration import Recalibrate
-from torch_batchnorm.render import result_tables
-from torch_batchnorm.report import diff, inspect
+from torch_batchnorm.inspection import diff, inspect
+from torch_batchnorm.passes.folding.fold import Fold
+from torch_batchnorm.passes.graph.result import Program, Result
+from torch_batchnorm.passes.modes.freezing import Freeze, Unfreeze
+from torch_batchnorm.passes.modes.recalibration import Recalibrate
+from torch_batchnorm.passes.modes.switching import SwitchMode
+from torch_batchnorm.passes.rewriting.consolidation import Consolidate
+from torch_batchnorm.passes.rewriting.legalization import Legalize
+from torch_batchnorm.passes.rewriting.targets import TARGETS
+from torch_batchnorm.tables import result_tables
 
 app = typer.Typer(
     help="Batch norm in exported PyTorch programs (.pt2). Exit code: 0 done, 1 a site was declined under --strict "
@@ -35,6 +36,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
 _progress = Console(stderr=True)
 
 
@@ -91,7 +94,11 @@ def _inspect(
 
 
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="OUT.pt2", help="Where to save the result.")]
+
+
 ShowReport = Annotated[bool, typer.Option("--report", help="Print what was rewritten and what was declined.")]
+
+
 Strict = Annotated[bool, typer.Option("--strict", help="Exit 1, saving nothing, when a site is declined.")]
 
 

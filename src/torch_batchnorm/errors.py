@@ -1,5 +1,7 @@
 """What this library raises: one root, so that a caller can catch all of it with one clause."""
 
+from __future__ import annotations
+
 
 class BatchNormError(Exception):
     """The root of every error this library raises on purpose."""

@@ -1,0 +1,103 @@
+"""Forcing one backend at run time, for batch norm alone and for this thread alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...errors import InvalidChoice
+from ..forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect
+from .pinned import run_pinned
+from .rules import Backend, Build
+from .selection import explain_backend
+
+
+class _Forced(TorchFunctionMode):
+    """Sends every call of the family in this thread to one library's own op, above autograd: whatever thread the
+    backward runs in, and whether the block is over by then, it is that op's.
+    """
+
+    def __init__(self, backend: Backend | None) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or _blocks.innermost[-1] is not self:
+            return func(*args, **kwargs)
+        rows = BY_TARGET.get(func) or GRADIENT_BY_TARGET.get(func)
+        if self.backend is None or rows is None or rows[0].dialect is not Dialect.FAMILY:
+            return func(*args, **kwargs)
+        form = rows[0]
+        record = form.read(args, kwargs)
+        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+        if traced or isinstance(record.input, torch._subclasses.FakeTensor) or record.input.is_meta:
+            return func(*args, **kwargs)  # a graph keeps its choice for when it runs
+        if form in BY_TARGET.get(func, ()):
+            self._refuse_unless_possible(form.name, record)
+        return run_pinned(self.backend.value, form, record)
+
+    def _refuse_unless_possible(self, name: str, norm: Any) -> None:
+        if self.backend is Backend.NATIVE:
+            return
+        tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+        why = explain_backend(*tensors, norm.training, norm.eps)
+        if why.backend is not self.backend:
+            wanted = self.backend.value if self.backend else "auto"
+            raise InvalidChoice(f"{name} cannot run on {wanted}, which was asked for: {why}")
+
+
+@contextmanager
+def backend(choice: str | Backend) -> Iterator[None]:
+    """Within the block, batch norms of the op family run on one backend, for this thread alone.
+
+    choice: "native", "cudnn", "miopen" or "auto" (PyTorch's own choice, also inside another block). It holds for
+    consolidated programs, graph modules and `tbn.ops` as they run in Python, for their backward wherever that runs, and
+    for no other op: convolutions keep cuDNN. Nothing is pinned in a graph that is traced inside the block. What is
+    compiled (Inductor, AOTInductor) has its kernels already and is not affected. A program that AOTAutograd compiled
+    for another backend runs its backward as a graph of its own: run that inside the block too.
+
+    Raises: InvalidChoice for an unknown choice, for a library that this PyTorch does not have, and at a batch norm
+    that the library cannot run, with the rule.
+
+    >>> with backend("native"):
+    ...     out = torch.ops.aten._batch_norm_no_update(torch.ones(2, 3), *[torch.ones(3)] * 4, 0.1, 1e-5)
+    """
+    names = [*(member.value for member in _FORCEABLE), "auto"]
+    name = choice.value if isinstance(choice, Backend) else choice
+    if name not in names:
+        raise InvalidChoice(f"found backend {name!r}, expected one of {', '.join(names)}")
+    build, chosen = Build.here(), None if name == "auto" else Backend(name)
+    installed = {Backend.CUDNN: build.cudnn, Backend.MIOPEN: build.miopen}
+    if chosen in installed and installed[chosen] is None:
+        raise InvalidChoice(
+            f"backend {name} was asked for, and PyTorch {torch.__version__} is built without it: "
+            "install a build that has it, or ask for native or auto"
+        )
+    mode = _Forced(chosen)
+    _blocks.innermost.append(mode)
+    try:
+        with mode:
+            yield
+    finally:
+        _blocks.innermost.pop()
+
+
+class _Blocks(threading.local):
+    """The blocks that this thread is in: the innermost one decides."""
+
+    def __init__(self) -> None:
+        self.innermost: list[_Forced] = []
+
+
+_blocks = _Blocks()
+
+
+_FORCEABLE = (Backend.NATIVE, Backend.CUDNN, Backend.MIOPEN)

@@ -1,0 +1,1 @@
+"""Batch norms in eval into the weights of the layers beside them."""

@@ -1,0 +1,149 @@
+"""Fold: batch norms in eval go into the weights of the convolutions and linear maps beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...decomps.affine import LIMITS
+from ...decomps.forms import UPDATED
+from ...errors import InvalidChoice
+from ..graph.constants import State, quantization
+from ..graph.draft import Draft
+from ..graph.meta import sizes_of, val_of
+from ..graph.nest import graphs_of
+from ..graph.result import Declined, Edit, Program, Result
+from ..rewriting.site import Site, find_nodes, find_sites
+from .channels import same_sizes
+from .plan import Options, Plan
+from .weights import EXPECTED
+from .writing import Absorbing, returned_as_they_are
+
+ALONE = ("leave", "multiply_add", "depthwise")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Folds every batch norm in eval into the layer that makes its input, else into those that read its output.
+
+    clone_calls: a layer whose output something else reads too is called once more, with weights of its own.
+    clone_weights: a weight that several calls read is copied, once for each distinct fold. alone: what becomes of a
+    batch norm without such a layer: "leave" it, "multiply_add", or "depthwise" for a 1x1 depthwise convolution (inputs
+    of rank 3 to 5, else a multiply-add). force: fold also where rounding loses more than the limit below, and what is
+    frozen in a program that trains.
+    keep_state: leave parameters, buffers and counters that nothing reads any more in the state. float32_above: weights
+    of more elements are multiplied in float32 instead of float64, None for none. inplace: edit the given program.
+
+    The new weights are computed in float64 on the CPU and cast once to the dtype of the old ones, whose names they
+    take; a bias that was not there is called `bias` beside its weight. The outputs then differ by rounding alone. What
+    that loses is counted as u * (1 + |running_mean - bias| / sqrt(running_var + eps)) standard deviations of a channel,
+    u the unit roundoff of the weight's dtype; above 1e-9 in float64, 1e-3 in float32, 2**-5 in float16 or 2**-4 in
+    bfloat16 a site is declined. Folding is for inference: training moves folded weights otherwise.
+    """
+
+    clone_calls: bool = False
+    clone_weights: bool = False
+    alone: str = "leave"
+    force: bool = False
+    keep_state: bool = False
+    float32_above: int | None = None
+    inplace: bool = False
+
+    def __call__(self, program: Program) -> Result:
+        """Folds in an ExportedProgram or a GraphModule, nested graphs included.
+
+        Raises: InvalidChoice for an unknown `alone` or a `float32_above` that is no number of elements, InvalidProgram
+        for anything else than a program.
+        """
+        if self.alone not in ALONE:
+            raise InvalidChoice(f"found alone={self.alone!r}, expected one of {', '.join(ALONE)}")
+        if self.float32_above is not None and (type(self.float32_above) is not int or self.float32_above < 0):
+            raise InvalidChoice(f"found float32_above={self.float32_above!r}, expected a number of elements or None")
+        if not find_nodes(graphs_of(program)):
+            return Result(program)
+        with torch.inference_mode(False), torch.no_grad():  # new tensors like those that the program had
+            result = self._folded(program)
+        calls = self.clone_calls or self.alone == "depthwise"
+        if calls and result.edits and result.declined:  # there are new calls, which those may fold into
+            again = self(result.program)
+            return Result(again.program, result.edits + again.edits, again.declined)
+        return result
+
+    def _folded(self, program: Program) -> Result:
+        draft = Draft(program, self.inplace)
+        sites = list(find_sites(draft.graphs))
+        state = State(draft, unchanged={node for site in sites for node in returned_as_they_are(site)})
+        trains = any(site.tracks and site.norm.training is not False for site in sites)
+        refused = {site.node: why for site in sites if (why := self._obstacle(site, trains))}
+        options = Options(self.clone_calls, self.clone_weights, self.alone, self.force, self.float32_above)
+        plan = Plan(draft, state, [site for site in sites if site.node not in refused], options)
+        refused |= plan.refused
+        declined = [Declined(s.name, s.module, s.form.name, refused[s.node]) for s in sites if s.node in refused]
+        edits = [Edit(s.name, s.module, s.form.name, plan.told(s)) for s in sites if s.node not in refused]
+        if edits:
+            Absorbing(draft, state, plan).write(self.keep_state)
+        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+
+    def _obstacle(self, site: Site, trains: bool) -> str:
+        """Why a site is no constant scale and shift, empty when it may be one."""
+        norm = site.norm
+        if site.problem or norm is None:
+            return site.problem + ("" if norm is None else quantization(norm.input))
+        if norm.training:
+            if norm.running_mean is None:
+                return "it has no running statistics: its batch's are its meaning"
+            return "it normalises with its batch's statistics: switch the program to eval first"
+        if trains and not self.force:
+            return "it is frozen in a program that trains, and folding changes what weights learn: switch to eval first"
+        used = [role for role in site.outputs if role not in ("out", *UPDATED) and site.used(role)]
+        if used:
+            return f"its {', '.join(used)} {'is' if len(used) == 1 else 'are'} in use"
+        if not site.used("out") and not norm.out:
+            return "nothing reads its output"
+        val = val_of(norm.input)
+        if norm.out and (reason := _unwritable(site)):
+            return reason
+        if val is None or any(val_of(head) is None for head in site.outputs["out"]):
+            return "the graph keeps no shapes (no val): trace it with fake tensors"
+        channels = sizes_of(val.shape)[1]
+        if type(channels) is not int or not channels:
+            return f"its input has {channels} channels, expected a known number"
+        if val.dtype not in LIMITS:
+            return f"its input is {val.dtype}, {EXPECTED}"
+        return ""
+
+
+def _unwritable(site: Site) -> str:
+    """Why what stands for a site cannot be copied to its out argument instead."""
+    saved = [place for role, place in site.norm.out.items() if role != "out"]
+    if any(set(place.users) != {site.node} for place in saved):
+        return "its saved statistics are read back from an out argument"
+    have, want = val_of(site.norm.out["out"]), val_of(site.norm.input)
+    if have is None or want is None or have.dtype != want.dtype or not same_sizes(have.shape, want.shape):
+        return "its out argument may be resized: allocate it in full"
+    return ""
+
+
+def fold(
+    program: Any,
+    *,
+    clone_calls: bool = False,
+    clone_weights: bool = False,
+    alone: str = "leave",
+    force: bool = False,
+    keep_state: bool = False,
+    float32_above: int | None = None,
+    inplace: bool = False,
+) -> Any:
+    """Returns the program with its batch norms folded into the layers beside them; arguments as `Fold`.
+
+    Raises: InvalidChoice, InvalidProgram, as `Fold` does.
+
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1, bias=False), torch.nn.BatchNorm2d(4)).eval()
+    >>> list(fold(torch.export.export(net, (torch.randn(2, 3, 5, 5),))).state_dict)
+    ['0.weight', '0.bias']
+    """
+    options = (clone_calls, clone_weights, alone, force, keep_state, float32_above)
+    return Fold(*options, inplace=inplace)(program).program

@@ -1,0 +1,116 @@
+"""Copies of graphs and of the modules that hold them, under the same names, sharing tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+
+def copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn.Module]) -> Any:
+    """A module with the new graphs in place of the old: what holds no graph is shared, what holds one is rebuilt.
+
+    torch's own deep copy of a GraphModule loses hooks, attributes, tied names and which buffers are persistent, and
+    fails on what cannot be copied. Here only the containers of a module's state are new.
+
+    graphs: the new graph by the id of the old. made: the copies so far, by the id of the original.
+    """
+    if not any(isinstance(nested, GraphModule) for nested in module.modules()):
+        return module
+    if id(module) in made:
+        return made[id(module)]
+    kind: Any = type(module)
+    new = kind.__new__(kind)  # a class of its own for each graph module, which holds its forward
+    made[id(module)] = new
+    new.__class__.__name__ = kind.__name__
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = MethodType(value.__func__, new)
+        new.__dict__[name] = copy.copy(value) if isinstance(value, dict | set | list) else value
+    for name, child in module._modules.items():
+        new._modules[name] = None if child is None else copy_module(child, graphs, made)
+    if isinstance(new, GraphModule):
+        new.graph = graphs[id(module.graph)]  # which compiles it
+    return new
+
+
+def lint_all(made: dict[int, torch.nn.Module]) -> None:
+    for module in made.values():
+        if isinstance(module, GraphModule):
+            module.graph.lint()
+
+
+def keep_attributes(top: torch.nn.Module, gained: dict[str, torch.Tensor], lost: Iterable[str], shared: bool) -> None:
+    """Puts tensors into a module's attributes by name and takes others out, with the modules that then hold nothing.
+
+    shared: whether its modules may be another program's too; those on the way are then replaced by copies.
+    """
+    owned: dict[int, torch.nn.Module] = {}
+
+    def owner_of(name: str) -> tuple[torch.nn.Module, list[torch.nn.Module], str]:
+        *path, last = name.split(".")
+        owners = [top]
+        for atom in path:
+            child = owners[-1]._modules.get(atom)
+            child = torch.nn.Module() if child is None else child
+            if shared and id(child) not in owned:
+                new = child if isinstance(child, GraphModule) else _shallow(child)
+                owned.update({id(child): new, id(new): new})
+            owners[-1]._modules[atom] = owned[id(child)] if shared else child
+            owners.append(owners[-1]._modules[atom])  # type: ignore[arg-type]
+        return owners[-1], owners, last
+
+    for name, tensor in gained.items():
+        owner, _, last = owner_of(name)
+        held = next((d for d in (owner._parameters, owner._buffers) if last in d), None)
+        if held is None and isinstance(tensor, torch.nn.Parameter):
+            held = owner._parameters
+        if held is None:
+            setattr(owner, last, tensor)
+        else:
+            held[last] = tensor  # type: ignore[assignment]
+    for name in set(lost) - gained.keys():
+        owner, owners, last = owner_of(name)
+        for held in (owner._parameters, owner._buffers, owner.__dict__):
+            held.pop(last, None)
+        atoms = name.split(".")[:-1]
+        while atoms and _is_bare(owners[-1]):
+            owners.pop()
+            owners[-1]._modules.pop(atoms.pop())
+
+
+def _is_bare(module: torch.nn.Module) -> bool:
+    """Whether a module holds nothing, and is no more than a place for something."""
+    held = any((module._parameters, module._buffers, module._modules))
+    return not held and vars(module).keys() <= vars(torch.nn.Module()).keys()
+
+
+def _shallow(module: torch.nn.Module) -> torch.nn.Module:
+    """A module with containers of its own around the same tensors."""
+    new = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[name] = dict(module.__dict__[name])
+    return new
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy of the graph under the same node names, metadata shared node by node.
+
+    torch's own copy renames what shadows a builtin (`input` becomes `input_1`), which breaks every signature.
+    """
+    nodes: dict[Node, Node] = {}
+    copied = Graph(tracer_cls=graph._tracer_cls)
+    returned: Any = copied.graph_copy(graph, nodes, return_output_node=True)
+    copied._codegen = copy.copy(graph._codegen)
+    if returned is not None:
+        value, end = returned
+        nodes[end] = copied.output(value, type_expr=end.type)
+        nodes[end].meta = copy.copy(end.meta)
+    for old, new in nodes.items():
+        if old.name != new.name:
+            new.name = old.name
+    return copied

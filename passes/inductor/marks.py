@@ -1,0 +1,67 @@
+"""The functional family under names of our own, which no compiler decomposes: what keeps a batch norm whole until its
+graph has been traced. No such call outlives that; it is swapped for ATen's op of the same arguments.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+_FAMILY = (
+    aten._batch_norm_with_update_functional.default,
+    aten._batch_norm_no_update.default,
+    aten.batch_norm_backward.default,
+)
+
+
+_LIBRARY: Any = torch.library.Library("torch_batchnorm", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(family: Any) -> Any:
+    """An op with the schema and the results of one of the family's, on every device and on fake tensors."""
+    schema = str(family._schema).removeprefix("aten::")
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=family.tags)
+    _LIBRARY.impl(name, family, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_batchnorm::{name}", family, lib=_LIBRARY)
+    return getattr(torch.ops.torch_batchnorm, name).default
+
+
+# ATen's op -> ours, and back.
+KEPT = MappingProxyType({family: _define(family) for family in _FAMILY})
+
+
+FREED = MappingProxyType({kept: family for family, kept in KEPT.items()})
+
+
+def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, weight, _, running_mean, running_var, _, eps = inputs
+    training = len(output) > 4
+    _, save_mean, save_invstd, reserve, *_ = output
+    # in training the gradient reads the batch's statistics: the running ones are free to change until then
+    statistics = (save_mean, save_invstd) if training else (running_mean, running_var)
+    ctx.save_for_backward(input, weight, *statistics, reserve)
+    ctx.training, ctx.eps = training, eps
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 7
+    input, weight, mean, spread, reserve = ctx.saved_tensors
+    statistics = (None, None, mean, spread) if ctx.training else (mean, spread, None, None)
+    mask = list(ctx.needs_input_grad[:3])
+    backward = KEPT[aten.batch_norm_backward.default]
+    grads = backward(grad_out, input, weight, *statistics, ctx.training, ctx.eps, mask, reserve)
+    return (*(grad if asked else None for grad, asked in zip(grads, mask, strict=True)), None, None, None, None)
+
+
+for _forward in _FAMILY[:2]:
+    torch.library.register_autograd(KEPT[_forward].name(), _gradient, setup_context=_saved, lib=_LIBRARY)

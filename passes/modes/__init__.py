@@ -1,0 +1,1 @@
+"""Training and eval: switching, freezing, counters, dropouts, recalibration."""

@@ -1,0 +1,189 @@
+"""Freeze and Unfreeze: chosen batch norms use their running statistics for good, whatever the program's mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch.fx import Node
+
+from ...errors import InvalidChoice
+from ..graph.draft import Draft
+from ..graph.journal import forget, note_of, write_note
+from ..graph.nest import graphs_of, state_names
+from ..graph.result import Declined, Edit, Program, Result
+from ..rewriting.site import Site, find_sites, read_site
+from ..rewriting.tracked import root_of
+from .dropouts import find_random
+from .flipping import Switch, attach, detach
+from .switching import is_training
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Puts the batch norms of chosen modules in eval, where they stay: `SwitchMode` leaves them out.
+
+    modules: a glob on the module path, or several: `*` is any text, dots too. affine: also stop the gradients of weight
+    and bias, which else still learn. inplace: edit the given program.
+    """
+
+    modules: str | Sequence[str] = "*"
+    affine: bool = False
+    inplace: bool = False
+
+    def __call__(self, program: Program) -> Result:
+        """Freezes in an ExportedProgram or a GraphModule, nested graphs included.
+
+        Raises: InvalidChoice when a glob matches no batch norm with running statistics, InvalidProgram for anything
+        else than a program.
+        """
+        names = chosen_sites(program, self.modules)
+        sites = [site for site in find_sites(graphs_of(program)) if site.name in names]
+        if not any(self._wanted(site) for site in sites):
+            return Result(program)
+        draft = Draft(program, self.inplace)
+        edits: list[Edit] = []
+        declined: list[Declined] = []
+        switch, sites = Switch(draft), list(find_sites(draft.graphs))
+        chosen = [site for site in sites if site.name in names and self._wanted(site)]
+        refused = {s.node: why for s, why in switch.to_eval(sites, {s.node for s in chosen}) if why}
+        for site in chosen:
+            reason = refused.get(site.node) or self._obstacle(switch, site)
+            if reason:
+                declined.append(Declined(site.name, site.module, site.form.name, reason))
+                continue
+            write_note(site.node, frozen="asked")
+            stopped = self.affine and detach(read_site(site.node, site.path))
+            what = "frozen, weight and bias too" if stopped else "frozen"
+            edits.append(Edit(site.name, site.module, site.form.name, f"{site.node.target} ({what})"))
+        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+
+    def _wanted(self, site: Site) -> bool:
+        note = note_of(site.node)
+        affine = [t for t in (site.norm.weight, site.norm.bias) if t is not None]
+        learns = self.affine and bool(affine) and not note.get("detached")
+        return note.get("frozen") != "asked" or site.norm.training is True or learns
+
+    def _obstacle(self, switch: Switch, site: Site) -> str:
+        if self.affine and switch.gradients.get(site.node):
+            return "the gradients of its weight and bias are in the graph, which hands them out"
+        return ""
+
+
+@dataclass(frozen=True)
+class Unfreeze:
+    """Lets the batch norms of chosen modules follow the program's mode again, and their weights learn.
+
+    modules: as in `Freeze`. inplace: edit the given program. In a program that trains they train from now on.
+    """
+
+    modules: str | Sequence[str] = "*"
+    inplace: bool = False
+
+    def __call__(self, program: Program) -> Result:
+        """Unfreezes in an ExportedProgram or a GraphModule, nested graphs included.
+
+        Raises: InvalidChoice when a glob matches no batch norm with running statistics, InvalidProgram for anything
+        else than a program.
+        """
+        names, graphs = chosen_sites(program, self.modules), graphs_of(program)
+        trains = _trains(program, names)
+        wanted = {s.name for s in find_sites(graphs) if s.name in names and _is_frozen(s, trains)}
+        if not wanted:
+            return Result(program)
+        draft = Draft(program, self.inplace)
+        switch = Switch(draft)
+        edits: list[Edit] = []
+        declined: list[Declined] = []
+        for site in find_sites(draft.graphs):
+            if site.name not in wanted:
+                continue
+            reason = switch.to_train(site) if trains else ""
+            if reason:
+                declined.append(Declined(site.name, site.module, site.form.name, reason))
+                continue
+            attach(read_site(site.node, site.path))
+            forget(site.node, "frozen")
+            mode = "train" if trains else "eval"
+            edits.append(Edit(site.name, site.module, f"{site.form.name} (frozen)", f"{site.node.target} ({mode})"))
+        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+
+
+def freeze(program: Any, modules: str | Sequence[str] = "*", *, affine: bool = False, inplace: bool = False) -> Any:
+    """Returns the program with the chosen batch norms on their running statistics for good; arguments as `Freeze`.
+
+    Raises: InvalidChoice, naming those that come close, when a glob matches none; InvalidProgram for anything else
+    than a program.
+
+    >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3))
+    >>> frozen = freeze(torch.export.export(net, (torch.randn(2, 3),)), modules="0")
+    >>> [n.args[5] for n in frozen.graph.nodes if "batch_norm" in str(n.target)]
+    [False, True]
+    """
+    return Freeze(modules, affine, inplace)(program).program
+
+
+def unfreeze(program: Any, modules: str | Sequence[str] = "*", *, inplace: bool = False) -> Any:
+    """Returns the program with the chosen batch norms in its own mode again; arguments as `Unfreeze`.
+
+    Raises: InvalidChoice, naming those that come close, when a glob matches none; InvalidProgram for anything else
+    than a program.
+
+    >>> exported = torch.export.export(torch.nn.BatchNorm1d(3), (torch.randn(2, 3),))
+    >>> [n.args[5] for n in unfreeze(freeze(exported)).graph.nodes if "batch_norm" in str(n.target)]
+    [True]
+    """
+    return Unfreeze(modules, inplace)(program).program
+
+
+def chosen_sites(program: Program, modules: str | Sequence[str]) -> set[str]:
+    """The names of the sites whose module a glob matches, among those with running statistics.
+
+    Raises: InvalidChoice when a glob matches none.
+    """
+    if not isinstance(modules, Iterable) or not all(isinstance(glob, str) for glob in modules):
+        raise InvalidChoice(f"found modules={modules!r}, expected a glob of module paths, or several")
+    globs = [modules] if isinstance(modules, str) else list(modules)
+    outside = state_names(program)
+    paths = {s.name: _paths(s, outside) for s in find_sites(graphs_of(program)) if s.tracks}
+    found: set[str] = set()
+    for glob in globs:
+        matching = {name for name, known in paths.items() if any(fnmatchcase(path, glob) for path in known)}
+        if not matching:
+            raise InvalidChoice(_unmatched(glob, paths.values()))
+        found |= matching
+    return found
+
+
+def _paths(site: Site, outside: dict[Node, str]) -> set[str]:
+    """The module paths of a site: as it was traced, and where its statistics live."""
+    state = outside.get(root_of(site.norm.running_mean), "").rpartition(".")[0]
+    return {site.owner, state} - {""} or {""}
+
+
+def _unmatched(glob: str, paths: Iterable[set[str]]) -> str:
+    known = sorted({path for several in paths for path in several})
+    close = get_close_matches(glob, known, n=5, cutoff=0.4) or known[:5]
+    listed = ", ".join(close) + (", ..." if len(known) > len(close) else "")
+    expected = f"expected a glob of module paths such as {listed}" if known else "and the program has none"
+    return f"found modules={glob!r}, which matches no batch norm with running statistics, {expected}"
+
+
+def _is_frozen(site: Site, trains: bool) -> bool:
+    """Whether a site in eval is so for good: it was asked for, or it is in eval inside a program that trains."""
+    note = note_of(site.node)
+    return site.norm.training is False and ("frozen" in note or (trains and "train" not in note))
+
+
+def _trains(program: Program, names: set[str]) -> bool:
+    """Whether the program trains, by what is not chosen; where there is nothing else, by what the chosen ones did."""
+    graphs = graphs_of(program)
+    sites = [site for site in find_sites(graphs) if site.tracks]
+    others = [s for s in sites if s.name not in names and "frozen" not in note_of(s.node)]
+    random = [r for r in find_random(graphs) if r.training is not None]
+    if is_training(sites, random) or others or random:
+        return is_training(sites, random)
+    return any("train" in note_of(site.node) for site in sites if site.name in names)

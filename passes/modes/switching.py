@@ -1,0 +1,179 @@
+"""SwitchMode: a program as its model would be after `model.eval()` or `model.train()`, exactly, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from ...errors import InvalidChoice
+from ..graph.draft import Draft
+from ..graph.journal import forget, note_of, write_note
+from ..graph.nest import graphs_of
+from ..graph.result import Declined, Edit, Program, Result
+from ..rewriting.site import Site, find_nodes, find_sites
+from .dropouts import Random, find_random, start, stop
+from .flipping import Switch, eval_form
+
+MODES = ("eval", "train")
+
+
+Graphs = list[tuple[str, Graph]]
+
+
+@dataclass(frozen=True)
+class SwitchMode:
+    """Switches every batch norm and every dropout to eval or to training.
+
+    to: "eval" or "train". dropout: switch dropout and the like too. include_frozen: to train also what is frozen.
+    inplace: edit the given program.
+
+    A batch norm without running statistics means the batch's own, and stays. What is in eval inside a program that
+    trains is frozen: it stays in eval, through a round trip, saving and loading too.
+    Source: pytorch#151726, pytorch#103681, ao#4107.
+    """
+
+    to: str
+    dropout: bool = True
+    include_frozen: bool = False
+    inplace: bool = False
+
+    def __call__(self, program: Program) -> Result:
+        """Switches an ExportedProgram or a GraphModule, nested graphs included.
+
+        Raises: InvalidChoice for another mode, InvalidProgram for anything else than a program.
+        """
+        if self.to not in MODES:
+            raise InvalidChoice(f"found mode {self.to!r}, expected one of {', '.join(MODES)}")
+        graphs = graphs_of(program)
+        if not self._wanted(graphs):
+            return Result(program, (), tuple(_unreadable(find_sites(graphs), self._random(graphs))))
+        draft = Draft(program, self.inplace)
+        edits: list[Edit] = []
+        declined: list[Declined] = []
+        if self.to == "eval":
+            self._stop(draft, edits, declined)
+        else:
+            self._start(draft, edits, declined)
+        lint = self.to == "train"  # to eval, nodes only go, and their readers read what they were made of
+        return Result(draft.build(lint) if edits else program, tuple(edits), tuple(declined))
+
+    def _wanted(self, graphs: Graphs) -> bool:
+        """Whether anything is in the other mode: the first one found is enough."""
+        if self.to == "eval":
+            return any(map(_trains, find_sites(graphs))) or any(r.training for r in self._random(graphs))
+        trains = is_training(find_sites(graphs), find_random(graphs) if self.dropout else ())
+        nodes = (site.node for site in find_sites(graphs) if _evaluates(site))
+        quiet = (random.node for random in self._random(graphs) if random.training is False)
+        return any(self._starts(node, trains) for node in chain(nodes, quiet))
+
+    def _random(self, graphs: Graphs) -> list[Random]:
+        return list(find_random(graphs)) if self.dropout else []
+
+    def _stop(self, draft: Draft, edits: list[Edit], declined: list[Declined]) -> None:
+        sites, random = list(find_sites(draft.graphs)), self._random(draft.graphs)
+        declined += _unreadable(sites, random)
+        quiet = [site.node for site in sites if _evaluates(site)] + [r.node for r in random if r.training is False]
+        for node in quiet:
+            if "train" not in (note := note_of(node)) and "frozen" not in note:
+                write_note(node, frozen="exported")
+        for site, reason in Switch(draft).to_eval(filter(_trains, sites)):
+            if reason:
+                declined.append(_declined(site, reason))
+            else:
+                edits.append(
+                    Edit(site.name, site.module, f"{site.form.name} (train)", f"{eval_form(site.form).name} (eval)")
+                )
+        for drawing in random:
+            if drawing.training:
+                stop(drawing)
+                edits.append(Edit(drawing.name, drawing.module, *_modes(drawing, "train", "eval")))
+
+    def _start(self, draft: Draft, edits: list[Edit], declined: list[Declined]) -> None:
+        random, switch = self._random(draft.graphs), Switch(draft)
+        declined += _unreadable((), random)
+        trains = is_training(find_sites(draft.graphs), random)
+        for site in find_sites(draft.graphs):
+            declined += _unreadable((site,), ())
+            if not _evaluates(site) or not self._starts(site.node, trains):
+                continue
+            before = f"{site.form.name} (eval)"
+            if reason := switch.to_train(site):
+                declined.append(_declined(site, reason))
+            else:
+                edits.append(Edit(site.name, site.module, before, f"{site.node.target} (train)"))
+        for quiet in random:
+            if quiet.training is not False or not self._starts(quiet.node, trains):
+                continue
+            if reason := start(quiet, quiet.node.graph):
+                declined.append(Declined(quiet.name, quiet.module, str(quiet.node.target), reason))
+            else:
+                edits.append(Edit(quiet.name, quiet.module, *_modes(quiet, "eval", "train")))
+        if edits:  # what is in eval now is so inside a program that trains, which says it all
+            _forget(draft)
+
+    def _starts(self, node: Node, trains: bool) -> bool:
+        """Whether a node in eval is to train: not when it is frozen, said so or by being alone."""
+        note = note_of(node)
+        frozen = "frozen" in note or (trains and "train" not in note)
+        return self.include_frozen or not frozen
+
+
+def switch_mode(
+    program: Any, to: str, *, dropout: bool = True, include_frozen: bool = False, inplace: bool = False
+) -> Any:
+    """Returns the program as it would have been exported from `model.eval()` or `model.train()`. Arguments as
+    `SwitchMode`, which also tells what was edited and declined.
+
+    eps, momentum, names and metadata stay; the counter of a batch norm goes and comes with its training, its mutation
+    outputs too. To eval and back to train gives the graph it was, node for node, also when it was saved in between.
+
+    Raises: InvalidChoice for another mode, InvalidProgram for anything else than a program.
+
+    >>> exported = torch.export.export(torch.nn.BatchNorm1d(3, eps=1e-3), (torch.randn(2, 3),))
+    >>> [str(n.args[5:8]) for n in switch_mode(exported, "eval").graph.nodes if "batch_norm" in str(n.target)]
+    ['(False, 0.1, 0.001)']
+    """
+    return SwitchMode(to, dropout, include_frozen, inplace)(program).program
+
+
+def is_training(sites: Iterable[Site], random: Iterable[Random]) -> bool:
+    """Whether a program trains: a batch norm with running statistics does, or something draws random numbers."""
+    return any(map(_trains, sites)) or any(r.training for r in random)
+
+
+def _trains(site: Site) -> bool:
+    return site.tracks and site.norm.training is True
+
+
+def _evaluates(site: Site) -> bool:
+    return site.tracks and site.norm.training is False
+
+
+def _unreadable(sites: Iterable[Site], random: Iterable[Random]) -> Iterator[Declined]:
+    """What has no mode that could be told."""
+    for site in sites:
+        if site.problem and not _trains(site) and not _evaluates(site):
+            yield _declined(site, site.problem)
+    for draws in random:
+        if draws.problem:
+            yield Declined(draws.name, draws.module, str(draws.node.target), draws.problem)
+
+
+def _declined(site: Site, reason: str) -> Declined:
+    return Declined(site.name, site.module, site.form.name, reason)
+
+
+def _modes(random: Random, before: str, after: str) -> tuple[str, str]:
+    return f"{random.node.target} ({before})", f"{random.node.target} ({after})"
+
+
+def _forget(draft: Draft) -> None:
+    """Drops the marks of what was found frozen; those that were asked for stay."""
+    nodes = (*find_nodes(draft.graphs), *(random.node for random in find_random(draft.graphs)))
+    for node in nodes:
+        if note_of(node).get("frozen") == "exported":
+            forget(node, "frozen")

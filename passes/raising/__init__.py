@@ -1,0 +1,1 @@
+"""Decomposed batch norm back into the family."""

@@ -1,0 +1,71 @@
+"""Hidden writes: can a statistic that an op writes behind its schema become an output of a functional program?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from ...decomps.forms import FIELDS
+from ..graph.effects import may_alias
+from ..graph.signature import MUTATIONS, input_specs
+from .site import Site
+
+
+class Inputs:
+    """What a functional program takes: each placeholder's kind, and which of them share memory."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.program = program
+        self.specs = input_specs(program)
+
+    def unlistable_update(self, site: Site) -> str:
+        """Why the update of the site's statistics cannot be listed, empty when it can."""
+        return self.unlistable(site, site.norm.running_mean) or self.unlistable(site, site.norm.running_var)
+
+    def unlistable(self, site: Site, statistic: Node) -> str:
+        """Why the site's write to this statistic cannot be listed, empty when it can.
+
+        A new value takes the place of the statistic in every later reader. So nothing else may share its memory, which
+        is where the write was seen; of user inputs that cannot be known.
+        """
+        if site.path:
+            return f"it writes to {statistic.name} inside nested graph {site.path}, which cannot hand the new value out"
+        if sum(getattr(site.norm, name) is statistic for name in FIELDS[:5]) > 1:
+            return f"it writes to {statistic.name}, which is another of its arguments too"
+        return self.shared(statistic, (site.node,))
+
+    def shared(self, written: Node, fresh: Collection[Node]) -> str:
+        """Why a new value cannot take the place of what is written to: something else may see that memory. `fresh`:
+        nodes that are known to make their own result, or will.
+        """
+        writes = f"it writes to {written.name}"
+        readers = list(written.users)
+        if written.op == "placeholder":
+            kind = self.specs[written.name].kind if written.name in self.specs else InputKind.USER_INPUT
+            if kind not in MUTATIONS:
+                return f"{writes}, a {kind.name}, whose mutation a signature cannot list"
+            if twins := self._sharing.get(written.name):
+                return f"{writes}, whose memory {twins[0]} shares"
+        else:
+            readers.append(written)
+        aliases = [node for node in readers if node not in fresh and may_alias(node)]
+        return f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else ""
+
+    @cached_property
+    def _sharing(self) -> dict[str, list[str]]:
+        """For each parameter, buffer or constant, the others in use whose memory it shares, by placeholder name."""
+        state: dict[str, Any] = {**self.program.constants, **self.program.state_dict}
+        used = {node.name for node in self.program.graph.find_nodes(op="placeholder") if node.users}
+        by_memory: dict[int, list[str]] = defaultdict(list)
+        for name, spec in self.specs.items():
+            tensor = state.get(spec.target or "")
+            if name in used and isinstance(tensor, torch.Tensor):
+                by_memory[tensor.untyped_storage()._cdata].append(name)
+        return {name: [n for n in names if n != name] for names in by_memory.values() for name in names}
