@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -25,12 +25,60 @@ class Edit:
 
 @dataclass(frozen=True)
 class Declined:
-    """One site left as it was: its name, its module path, its overload and the reason."""
+    """One site left as it was: its name, module path, overload, the reason, and what the user can do about it."""
 
     site: str
     module: str
     form: str
     reason: str
+    remedy: str = ""
+
+
+class Reason(str):
+    """Why something is refused, empty where it is not. remedy: what the user can do about it, empty where nothing."""
+
+    remedy: str
+
+    def __new__(cls, text: str = "", remedy: str = "") -> Reason:
+        made = super().__new__(cls, text)
+        made.remedy = remedy
+        return made
+
+    def inside(self, wider: str) -> Reason:
+        """The same refusal in a wider sentence, which says `{}` where this one goes."""
+        return Reason(wider.format(str(self)), self.remedy)
+
+
+class Named(Protocol):
+    """What an edit or a refusal is of: its name in the graph, its module, and what it is spelled as."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def spelling(self) -> str: ...
+
+
+class Log:
+    """What a pass did and declined, in the order in which it said so."""
+
+    def __init__(self) -> None:
+        self.edits: list[Edit] = []
+        self.declined: list[Declined] = []
+
+    def edit(self, site: Named, before: str, after: str) -> None:
+        """Something was rewritten."""
+        self.edits.append(Edit(site.name, site.module, before, after))
+
+    def decline(self, site: Named, reason: str) -> None:
+        """Something was left as it was."""
+        remedy = reason.remedy if isinstance(reason, Reason) else ""
+        self.declined.append(Declined(site.name, site.module, site.spelling, str(reason), remedy))
+
+    def result(self, program: Program) -> Result:
+        """The result, with the program that came of it."""
+        return Result(program, tuple(self.edits), tuple(self.declined))
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class Random:
     problem: str = ""
 
     @property
+    def spelling(self) -> str:
+        """The overload, as graphs print it."""
+        return str(self.node.target)
+
+    @property
     def frozen(self) -> bool:
         return bool(note_of(self.node).get("frozen"))
 

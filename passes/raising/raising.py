@@ -83,7 +83,7 @@ def raise_decomposed(program: Any, *, inplace: bool = False) -> Any:
 
     Raises: InvalidProgram when program is neither.
 
-    >>> from torch_batchnorm.passes.legalization import legalize
+    >>> from torch_batchnorm.passes.rewriting.legalization import legalize
     >>> exported = torch.export.export(torch.nn.BatchNorm1d(3).eval(), (torch.randn(2, 3),))
     >>> [n.name for n in raise_decomposed(legalize(exported, "math")).graph.nodes if "batch_norm" in str(n.target)]
     ['_batch_norm_no_update']

@@ -41,6 +41,11 @@ class Site:
         return f"{self.path}.{self.node.name}" if self.path else self.node.name
 
     @property
+    def spelling(self) -> str:
+        """The overload, as graphs print it."""
+        return self.form.name
+
+    @property
     def module(self) -> str:
         """Dotted path of the module that the batch norm was traced from, empty when the graph does not say."""
         stack = self.node.meta.get("nn_module_stack")
