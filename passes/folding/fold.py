@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,6 +14,7 @@ from ..graph.constants import State, quantization
 from ..graph.draft import Draft
 from ..graph.meta import sizes_of, val_of
 from ..graph.nest import graphs_of
+from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Declined, Edit, Program, Result
 from ..rewriting.site import Site, find_nodes, find_sites
 from .channels import same_sizes
@@ -43,13 +44,15 @@ class Fold:
     bfloat16 a site is declined. Folding is for inference: training moves folded weights otherwise.
     """
 
+    command: ClassVar[Command] = Command("fold", "-o folded.pt2 --report", Keeps.ROUNDING)
+
     clone_calls: bool = False
     clone_weights: bool = False
-    alone: str = "leave"
+    alone: str = field(default="leave", metadata=flag(choices=ALONE))
     force: bool = False
     keep_state: bool = False
     float32_above: int | None = None
-    inplace: bool = False
+    inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program) -> Result:
         """Folds in an ExportedProgram or a GraphModule, nested graphs included.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.fx import Node
 
@@ -14,6 +14,7 @@ from ...errors import InvalidChoice
 from ..graph.draft import Draft
 from ..graph.journal import forget, note_of, write_note
 from ..graph.nest import graphs_of, state_names
+from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Declined, Edit, Program, Result
 from ..rewriting.site import Site, find_sites, read_site
 from ..rewriting.tracked import root_of
@@ -30,9 +31,11 @@ class Freeze:
     and bias, which else still learn. inplace: edit the given program.
     """
 
-    modules: str | Sequence[str] = "*"
+    command: ClassVar[Command] = Command("freeze", "--modules 'backbone.*' -o frozen.pt2", Keeps.MEANING)
+
+    modules: str | Sequence[str] = field(default="*", metadata=flag("--modules", "-m"))
     affine: bool = False
-    inplace: bool = False
+    inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program) -> Result:
         """Freezes in an ExportedProgram or a GraphModule, nested graphs included.
@@ -77,11 +80,15 @@ class Freeze:
 class Unfreeze:
     """Lets the batch norms of chosen modules follow the program's mode again, and their weights learn.
 
-    modules: as in `Freeze`. inplace: edit the given program. In a program that trains they train from now on.
+    modules: a glob on the module path, or several, as in `Freeze`. inplace: edit the given program.
+
+    In a program that trains they train from now on.
     """
 
-    modules: str | Sequence[str] = "*"
-    inplace: bool = False
+    command: ClassVar[Command] = Command("unfreeze", "--modules 'backbone.*' -o model.pt2", Keeps.MEANING)
+
+    modules: str | Sequence[str] = field(default="*", metadata=flag("--modules", "-m"))
+    inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program) -> Result:
         """Unfreezes in an ExportedProgram or a GraphModule, nested graphs included.

@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -19,6 +19,7 @@ from ...errors import InvalidBatchNorm, InvalidChoice
 from ..graph.draft import Draft, with_tensors
 from ..graph.journal import note_of
 from ..graph.nest import graphs_of, state_names
+from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Declined, Edit, Program, Result, top_module
 from ..rewriting.site import Site, find_sites
 from ..rewriting.tracked import root_of
@@ -93,10 +94,12 @@ class Recalibrate:
     Source: Wu, Johnson 2021 (arXiv:2105.07576).
     """
 
+    command: ClassVar[Command] = Command("recalibrate", "--data inputs.npz -o precise.pt2", Keeps.MEANING, data=True)
+
     momentum: float | None = None
-    method: str = "pooled"
-    progress: bool = True
-    inplace: bool = False
+    method: str = field(default="pooled", metadata=flag(choices=METHODS))
+    progress: bool = field(default=True, metadata=NO_FLAG)
+    inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program, batches: Iterable[Any]) -> Result:
         """Recalibrates an ExportedProgram or a GraphModule, nested graphs included.

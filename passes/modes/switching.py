@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
 
@@ -13,6 +13,7 @@ from ...errors import InvalidChoice
 from ..graph.draft import Draft
 from ..graph.journal import forget, note_of, write_note
 from ..graph.nest import graphs_of
+from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Declined, Edit, Program, Result
 from ..rewriting.site import Site, find_nodes, find_sites
 from .dropouts import Random, find_random, start, stop
@@ -36,10 +37,12 @@ class SwitchMode:
     Source: pytorch#151726, pytorch#103681, ao#4107.
     """
 
-    to: str
+    command: ClassVar[Command] = Command("mode", "--to eval -o eval.pt2", Keeps.MEANING)
+
+    to: str = field(metadata=flag(choices=MODES))
     dropout: bool = True
     include_frozen: bool = False
-    inplace: bool = False
+    inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program) -> Result:
         """Switches an ExportedProgram or a GraphModule, nested graphs included.

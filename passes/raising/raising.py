@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
@@ -15,6 +15,7 @@ from ..graph.draft import Draft
 from ..graph.effects import accesses, cast_of, transparent
 from ..graph.meta import empty_val, val_of
 from ..graph.nest import graphs_of
+from ..graph.options import NO_FLAG, Command, Keeps
 from ..graph.result import Declined, Edit, Program, Result
 from ..rewriting.consolidation import family_target
 from ..rewriting.site import Site, read_gradient, read_site
@@ -49,7 +50,9 @@ class RaiseDecomposed:
     Source: torch/_decomp/decompositions.py, native_batch_norm_helper and native_batch_norm_backward.
     """
 
-    inplace: bool = False
+    command: ClassVar[Command] = Command("raise", "-o raised.pt2 --report", Keeps.ROUNDING)
+
+    inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program) -> Result:
         """Raises what is decomposed in an ExportedProgram or a GraphModule, nested graphs included.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.export import ExportedProgram
@@ -13,6 +13,7 @@ from torch.fx import Node
 from ...decomps.forms import GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, Statistics, family_form
 from ..graph.draft import Draft
 from ..graph.nest import graphs_of
+from ..graph.options import NO_FLAG, Command, Keeps
 from ..graph.result import Declined, Edit, Program, Result
 from ..graph.signature import is_functional
 from .site import Site, find_gradients, find_sites
@@ -36,7 +37,9 @@ class Consolidate:
     Source: pytorch#116092.
     """
 
-    inplace: bool = False
+    command: ClassVar[Command] = Command("consolidate", "-o consolidated.pt2 --report", Keeps.BITS)
+
+    inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program) -> Result:
         """Consolidates an ExportedProgram (training IR or ATEN dialect) or a GraphModule, nested graphs included.

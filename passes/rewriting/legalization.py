@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch.export import ExportedProgram
@@ -13,6 +13,7 @@ from ...decomps.backends.selection import explain_backend
 from ...decomps.forms import FIELDS, Form, Statistics
 from ...errors import InvalidChoice
 from ..graph.draft import Draft
+from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Declined, Edit, Program, Result, top_module
 from ..graph.signature import is_functional
 from .dialect import to_functional, to_training
@@ -29,15 +30,23 @@ aten = torch.ops.aten
 class Legalize:
     """Rewrites every batch norm, of any form, into what a consumer takes.
 
-    target: a key of TARGETS. cudnn_enabled: the argument that "composite" writes. inplace: edit the given program.
+    target: a key of TARGETS, the consumer. cudnn_enabled: the argument that "composite" writes. inplace: edit the given
+    program.
 
     A site for which the target cannot say all that is read from it, or whose rules forbid it, is declined with a
     reason; a program whose dialect cannot be changed exactly is declined as a whole, under the name "program".
     """
 
-    target: str
+    command: ClassVar[Command] = Command("legalize", "--to core_aten -o core.pt2", Keeps.ROUNDING)
+
+    target: str = field(metadata=flag("--to", choices={name: target.meaning for name, target in TARGETS.items()}))
     cudnn_enabled: bool = True
-    inplace: bool = False
+    inplace: bool = field(default=False, metadata=NO_FLAG)
+
+    @property
+    def keeps(self) -> Keeps:
+        """What this target leaves of the numbers: elementary operations round otherwise than a kernel."""
+        return Keeps.ROUNDING if TARGETS[self.target].form is None else Keeps.BITS
 
     def __call__(self, program: Program) -> Result:
         """Legalizes an ExportedProgram or a GraphModule, nested graphs included.
