@@ -123,3 +123,17 @@ def test_something_else_is_refused():
         tbn.InvalidProgram, match=r"found a builtins\.int, expected an ExportedProgram or a GraphModule"
     ):
         tbn.inspect(3)
+
+
+def test_a_declined_site_is_shown_with_what_to_do_about_it():
+    declined = (tbn.Declined("bn", "1", "aten.batch_norm.default", "it trains", "switch the program to eval first"),)
+    assert_expected_inline(
+        text_of(*result_tables(tbn.Result(export(Net(), X), (), (*declined, tbn.Declined("bn_1", "", "f", "empty"))))),
+        """\
+2 declined
+
+| site | module | form                    | reason                                      |
+|------|--------|-------------------------|---------------------------------------------|
+| bn   | 1      | aten.batch_norm.default | it trains: switch the program to eval first |
+| bn_1 | -      | f                       | empty                                       |""",
+    )

@@ -32,7 +32,7 @@ class Fold:
     clone_calls: a layer whose output something else reads too is called once more, with weights of its own.
     clone_weights: a weight that several calls read is copied, once for each distinct fold. alone: what becomes of a
     batch norm without such a layer: "leave" it, "multiply_add", or "depthwise" for a 1x1 depthwise convolution (inputs
-    of rank 3 to 5, else a multiply-add). force: fold also where rounding loses more than the limit below, and what is
+    of rank 3 to 5, else a multiply-add). force: fold also where rounding loses more than the limit, and what is
     frozen in a program that trains.
     keep_state: leave parameters, buffers and counters that nothing reads any more in the state. float32_above: weights
     of more elements are multiplied in float32 instead of float64, None for none. inplace: edit the given program.

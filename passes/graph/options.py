@@ -95,6 +95,16 @@ def summary_of(made: type[Pass]) -> str:
     return " ".join((inspect.getdoc(made) or "").split("\n\n")[0].split())
 
 
+def verb_of(made: type[Pass]) -> str:
+    """The function that applies a pass: named as its class, in words, and beside it.
+
+    >>> from torch_batchnorm.passes.modes.switching import SwitchMode
+    >>> verb_of(SwitchMode)
+    'switch_mode'
+    """
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", made.__name__).lower()
+
+
 def _described(made: type[Pass]) -> dict[str, str]:
     """What the docstring says of each field, in the paragraphs that begin with one: `target: the consumer. ...`"""
     names = "|".join(field.name for field in fields(made))

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 class Legalize:
     """Rewrites every batch norm, of any form, into what a consumer takes.
 
-    target: a key of TARGETS, the consumer. cudnn_enabled: the argument that "composite" writes. inplace: edit the given
+    target: the consumer, a row of TARGETS. cudnn_enabled: the argument that "composite" writes. inplace: edit the given
     program.
 
     A site for which the target cannot say all that is read from it, or whose rules forbid it, is declined with a

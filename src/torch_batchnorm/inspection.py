@@ -201,38 +201,40 @@ def _state(module: torch.nn.Module) -> set[str]:
 
 
 def _entry(site: Site, names: dict[Node, str], state: set[str]) -> Entry:
-    node, norm = site.node.name, site.norm
+    entry = Entry(site.node.name, site.path, site.module, site.form.name, problem=site.problem)
+    norm = site.norm
     if norm is None:
-        return Entry(node, site.path, site.module, site.form.name, problem=site.problem)
-    val = norm.input.meta.get("val")
-    shaped: dict[str, Any] = {}
-    if isinstance(val, torch.Tensor) and val.ndim > 1:
-        channels = val.shape[1] if type(val.shape[1]) is int else str(val.shape[1])
-        dtype = str(val.dtype).removeprefix("torch.")
-        shaped = {"input": type_of(val), "channels": channels, "rank": val.ndim, "dtype": dtype}
-        shaped["device"] = str(val.device)
-    fields = ("weight", "bias", "running_mean", "running_var")
+        return entry
     tensors: dict[str, Any] = {
-        f: None if (t := _attached(getattr(norm, f))) is None else names.get(t, t.name) for f in fields
+        f: None if (t := _attached(getattr(norm, f))) is None else names.get(t, t.name) for f in FIELDS[1:5]
     }
     counter = f"{str(tensors['running_mean']).rpartition('.')[0]}.num_batches_tracked".removeprefix(".")
-    return Entry(
-        node,
-        site.path,
-        site.module,
-        site.form.name,
+    return replace(
+        entry,
         mode={True: "train", False: "eval"}.get(norm.training) if type(norm.training) is bool else None,
-        **shaped,
-        eps=norm.eps if isinstance(norm.eps, float | int) else str(norm.eps),
-        momentum=norm.momentum if isinstance(norm.momentum, float | int) else str(norm.momentum),
-        affine=" and ".join(f for f in fields[:2] if tensors[f]) or "none",
+        **_shaped(norm.input.meta.get("val")),
+        eps=_literal(norm.eps),
+        momentum=_literal(norm.momentum),
+        affine=" and ".join(f for f in ("weight", "bias") if tensors[f]) or "none",
         stats="batch" if norm.running_mean is None else "running",
         **tensors,
         counter=counter if counter in state else None,
         producer=_called(norm.input),
         consumers=tuple(_called(user) for holder in site.outputs.get("out", ()) for user in holder.users),
-        problem=site.problem,
     )
+
+
+def _shaped(val: Any) -> dict[str, Any]:
+    """What an entry says of its input [N, C, *], nothing where the graph keeps no shapes."""
+    if not isinstance(val, torch.Tensor) or val.ndim < 2:
+        return {}
+    channels = val.shape[1] if type(val.shape[1]) is int else str(val.shape[1])
+    dtype, device = str(val.dtype).removeprefix("torch."), str(val.device)
+    return {"input": type_of(val), "channels": channels, "rank": val.ndim, "dtype": dtype, "device": device}
+
+
+def _literal(value: Any) -> Any:
+    return value if isinstance(value, float | int) else str(value)
 
 
 def _attached(tensor: Node | None) -> Node | None:

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torch_batchnorm.passes.graph.result import Result
+from torch_batchnorm.passes.graph.result import Declined, Result
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -30,11 +30,16 @@ def text_of(*parts: object, width: int = 160) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
 
 
+def why(declined: Declined) -> str:
+    """Why a site was left as it was and, where there is something, what to do about it."""
+    return f"{declined.reason}: {declined.remedy}" if declined.remedy else declined.reason
+
+
 def result_tables(result: Result) -> Iterator[Table]:
     """What a pass edited and what it declined, a table each; nothing for an empty one."""
     if result.edits:
         rows = [(e.site, e.module or None, e.before, e.after) for e in result.edits]
         yield table(f"{len(result.edits)} rewritten", ("site", "module", "was", "is"), rows)
     if result.declined:
-        rows = [(d.site, d.module or None, d.form, d.reason) for d in result.declined]
+        rows = [(d.site, d.module or None, d.form, why(d)) for d in result.declined]
         yield table(f"{len(result.declined)} declined", ("site", "module", "form", "reason"), rows)

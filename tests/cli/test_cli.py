@@ -12,8 +12,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from programs import Op, claim_aten, export, legacy_left, native, nodes, same, step, writes_to_a_view
-from torch_batchnorm import inspect
+from torch_batchnorm import cli, inspect, verify
 from torch_batchnorm.cli import app
+from torch_batchnorm.files import Loaded
+from torch_batchnorm.passes import PASSES
 
 X = torch.randn(2, 3, 4, 4)
 
@@ -102,6 +104,40 @@ def test_freeze_and_unfreeze(run, model, tmp_path):
     assert nodes(torch.export.load(back)) == nodes(torch.export.load(model))
     wrong = run("freeze", model, "-m", "bn", "-o", tmp_path / "out.pt2")
     assert (wrong.exit_code, "found modules='bn', which matches no batch norm" in wrong.stderr) == (2, True)
+
+
+def test_raise_what_was_decomposed(run, model, tmp_path):
+    math, out = tmp_path / "math.pt2", tmp_path / "raised.pt2"
+    assert run("legalize", model, "--to", "math", "-o", math, "--strict").exit_code == 0
+    result = run("raise", math, "-o", out, "--report", "--strict")
+    assert (result.exit_code, "elementary operations" in result.stdout) == (0, True)
+    assert [e.form for e in inspect(torch.export.load(out)).entries] == [
+        "aten._batch_norm_with_update_functional.default"
+    ]
+
+
+def test_verify_prints_each_violation_and_exits_1(run, model, monkeypatch):
+    fine = run("verify", model)
+    assert (fine.exit_code, fine.stdout) == (0, "no violation\n")
+    program = torch.export.load(model)  # torch refuses to save what is wrong with this one
+    for node in program.graph.nodes:
+        if "batch_norm" in str(node.target):
+            del node.meta["val"]
+    monkeypatch.setattr(cli, "load", lambda path: Loaded(program, {}))
+    wrong = run("verify", model)
+    assert (wrong.exit_code, wrong.stdout.splitlines()) == (1, list(verify(program)))
+    assert "batch_norm: it has no val, which saving needs" in wrong.stdout
+
+
+def test_a_flag_is_a_field_and_the_last_one_counts(run, model, tmp_path):
+    """Every field that has a flag reaches its pass; those for Python alone have none."""
+    out = tmp_path / "out.pt2"
+    for asked, given in ((("--no-cudnn-enabled",), False), (("--no-cudnn-enabled", "--cudnn-enabled"), True)):
+        assert run("legalize", model, "--to", "composite", *asked, "-o", out).exit_code == 0
+        (node,) = (n for n in torch.export.load(out).graph.nodes if "batch_norm" in str(n.target))
+        assert node.args[8] is given
+    for option in (("--inplace",), ("--no-inplace",)):
+        assert run("consolidate", model, *option, "-o", out).exit_code == 2
 
 
 def _inputs(folder, suffix):
@@ -341,7 +377,7 @@ def test_a_failing_save_leaves_the_old_output(run, model, tmp_path, monkeypatch)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt2", "out.pt2"]
 
 
-COMMANDS = ("inspect", "consolidate", "legalize", "mode", "freeze", "unfreeze", "recalibrate", "diff")
+COMMANDS = ("inspect", "verify", "diff", *(made.command.name for made in PASSES))
 
 
 @pytest.mark.parametrize("arguments", [("--help",), *((command, "--help") for command in COMMANDS)], ids=" ".join)
