@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from ...decomps.ops import Kind, Memory, kind_of, memory_of
 from .calls import arguments_of, measures
 from .draft import Draft
 from .effects import accesses, cast_of, may_alias
@@ -20,33 +21,11 @@ from .meta import empty_val, set_val, val_of
 from .nest import ONCE, called_by, callers_of
 from .signature import tensors_of
 
-aten = torch.ops.aten
+# What a chain from the state to an operand may be of; and what of it leaves every entry in its place in memory.
+_LINKS = (Kind.ALIAS, Kind.RESHAPE, Kind.PERMUTE, Kind.PART)
 
 
-_VIEWS = {
-    aten.alias.default,
-    aten.detach.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-}
-
-
-_COPIES = {
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.lift_fresh_copy.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.expand.default,
-}
+_WHOLE = (Kind.ALIAS, Kind.RESHAPE, Kind.PERMUTE)
 
 
 @dataclass(frozen=True)
@@ -73,7 +52,7 @@ class Constant:
         for node in self.chain:
             if cast_of(node) is not None:
                 continue
-            if node.target not in _VIEWS:
+            if kind_of(node.target) not in _WHOLE or memory_of(node.target) is not Memory.SHARED:
                 return None
             tensor = _again(node, tensor)
         return tensor
@@ -231,9 +210,11 @@ class State:
         while work:
             operand = work.pop()
             for user in operand.users:
+                if measures(user, operand) or (user, operand) in self._handed:
+                    continue
                 if _hands_on(user):
                     work.append(user)
-                elif not measures(user, operand) and (user, operand) not in self._handed:
+                else:
                     yield user, operand
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
@@ -336,7 +317,7 @@ def _obstacle(tensor: torch.Tensor) -> str:
 
 def _hands_on(node: Node) -> bool:
     """Whether a node makes a view, a copy or a cast of a constant."""
-    return node.target in _VIEWS or node.target in _COPIES or cast_of(node) is not None
+    return kind_of(node.target) in _LINKS or cast_of(node) is not None
 
 
 def _like(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -7,37 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
-from ...decomps.forms import BY_TARGET, FIELDS, Mode, Statistics, form_of
+from ...decomps.ops import Kind, Memory, kind_of, memory_of, written_by
 from .meta import channel_axis, val_of
-
-aten, prims = torch.ops.aten, torch.ops.prims
-
-
-_CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
-
-
-_ALIASES = {aten.alias.default, aten.detach.default}
-
-
-# These change the shape of a tensor of one value a channel, and nothing else.
-_VIEWS = {
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.clone.default,
-}
 
 
 def cast_of(node: Node) -> Node | None:
     """What a node casts to another dtype, None when it is no cast."""
-    if node.target not in _CASTS or not node.args:
+    if kind_of(node.target) is not Kind.CAST or not node.args:
         return None
     source, before, after = node.args[0], val_of(node.args[0]), val_of(node)
     known = before is not None and after is not None and before.device == after.device
@@ -46,15 +24,17 @@ def cast_of(node: Node) -> Node | None:
 
 def transparent(node: Node) -> Node | None:
     """The operand whose value a node hands on: of an alias, a cast to the same dtype, a view of one value a channel."""
-    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if source is None or node.target in _ALIASES:
-        return source if node.target in _ALIASES else None
+    source, kind = node.args[0] if node.args else None, kind_of(node.target)
+    if not isinstance(source, Node) or kind not in (Kind.ALIAS, Kind.RESHAPE, Kind.CAST):
+        return None
+    if kind is Kind.ALIAS:
+        return source
     before, after = val_of(source), val_of(node)
     if before is None or after is None or before.dtype != after.dtype or before.device != after.device:
         return None
     if channel_axis(before) is None or channel_axis(after) is None or before.numel() != after.numel():
         return None
-    return source if node.target in _VIEWS or node.target in _CASTS else None
+    return source
 
 
 def widened(node: Node) -> Node | None:
@@ -76,31 +56,13 @@ def source_of(node: Any, casts: bool = False) -> Any:
     return node
 
 
-# Composite ops that make their own result, whatever their arguments.
-_FRESH = {
-    overload
-    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-    for overload in (getattr(getattr(aten, name), o) for o in getattr(aten, name).overloads())
-}
-
-
 def may_alias(node: Node) -> bool:
     """Whether a node's result may share memory with one of its inputs: unless the op is known to make its own."""
-    if node.op == "output" or node.target in BY_TARGET:
+    if node.op == "output":
         return False
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return isinstance(node.args[0].meta.get("val"), torch.Tensor) or may_alias(node.args[0])
-    if not isinstance(node.target, OpOverload):
-        return True
-    declared = any(returned.alias_info is not None for returned in node.target._schema.returns)
-    if node.target in _FRESH:
-        return False
-    # A composite op may return its input without saying so: type_as, dropout in eval.
-    return declared or torch._C._dispatch_has_kernel_for_dispatch_key(_name(node.target), "CompositeImplicitAutograd")
-
-
-def _name(overload: Any) -> str:
-    return str(overload.name())
+    return memory_of(node.target) is not Memory.OWN
 
 
 def bases_of(node: Node) -> list[Node]:
@@ -139,15 +101,4 @@ def accesses(node: Node, through: Callable[[Node], bool] = may_alias) -> tuple[l
 
 def writes_to(user: Node, node: Node) -> bool:
     """Whether a call writes to what it is given as a node."""
-    if user.target in BY_TARGET:
-        form = form_of(user.target, user.args, user.kwargs)  # type: ignore[arg-type]
-        given = form.given(user.args, user.kwargs)
-        evaluates = form.mode is Mode.EVAL or given.get("training") is False
-        written = [] if evaluates or form.statistics is not Statistics.IN_PLACE else [*FIELDS[3:5]]
-        return node in [given.get(name) for name in (*written, *form.destinations.values())]
-    if not isinstance(user.target, OpOverload):
-        return False
-    arguments = user.target._schema.arguments
-    given = {**dict(zip((a.name for a in arguments), user.args, strict=False)), **user.kwargs}
-    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return any(given.get(name) is node for name in written)
+    return any(value is node for value in written_by(user.target, user.args, user.kwargs))
