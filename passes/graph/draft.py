@@ -365,6 +365,11 @@ class Draft:
         if node.graph is self.graphs[0][1] and node.name != stands.name:
             self.renamed[node.name] = stands.name
 
+    def replace(self, node: Node, stands: Node) -> None:
+        """Whatever reads a node reads another one from now on, which stands for it."""
+        node.replace_all_uses_with(stands)
+        self.rename(node, stands)
+
     def leave(self, node: Node) -> None:
         """A node goes: a module that has none left has no call signature."""
         for path in modules_of(node):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -58,6 +58,17 @@ class Named(Protocol):
     def module(self) -> str: ...
     @property
     def spelling(self) -> str: ...
+
+
+class Subject(NamedTuple):
+    """What a report is about where it is no site: the program as a whole, or what is not a batch norm yet."""
+
+    name: str
+    module: str = ""
+    spelling: str = ""
+
+
+PROGRAM = Subject("program")
 
 
 class Log:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch._decomp.decompositions import native_batch_norm_backward, native_batch_norm_helper
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...decomps import formula
 from ...decomps.forms import FIELDS, GRADS, HALF, SAVED, UPDATED, BatchNorm, Gradient
 from ..graph.effects import cast_of
 from ..graph.meta import val_of
-from ..graph.tracing import in_one_mode
+from ..graph.tracing import trace
 from .numbering import Key, key_of, references
 
 PARAMETERS = ("weight", "bias", "running_mean", "running_var")
@@ -133,28 +132,18 @@ def _described(value: Any) -> str:
 
 
 def _traced(norm: Any, emit: Callable[[Any], dict[str, torch.Tensor]]) -> Reference:
-    names = [f.name for f in fields(norm) if isinstance(getattr(norm, f.name), Node)]
-    values = in_one_mode([getattr(norm, name).meta["val"] for name in names])
+    vals = {f.name: val for f in fields(norm) if (val := val_of(getattr(norm, f.name))) is not None}
     # statistics may come as [1, C, 1, 1]: the reference takes them as [C]
-    values = [v if name in WHOLE or v.ndim == 1 else v.reshape(-1) for name, v in zip(names, values, strict=True)]
-    roles: list[str] = []
-
-    def traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        found = emit(replace(norm, **dict(zip(names, tensors, strict=True))))
-        roles[:] = found
-        return list(found.values())
-
-    with torch.no_grad():
-        graph = make_fx(traced, _allow_non_fake_inputs=True)(*values).graph
-    number: dict[Node, int] = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    leaves = dict(zip(names, number.values(), strict=True))
+    values = {name: v if name in WHOLE or v.ndim == 1 else v.reshape(-1) for name, v in vals.items()}
+    traced = trace(lambda tensors: emit(replace(norm, **tensors)), values)
+    number: dict[Node, int] = {node: i for i, node in enumerate(traced.leaves.values())}
+    leaves = {name: number[node] for name, node in traced.leaves.items()}
     table: dict[Key, int] = {}
-    for node in graph.nodes:
+    for node in traced.graph.nodes:
         key = key_of(node, number)
         if key is not None:
-            number[node] = key if isinstance(key, int) else table.setdefault(key, len(names) + len(table))
-    returned: Any = graph.output_node().args[0]
-    ends = {role: number[_kept(norm, role, node)] for role, node in zip(roles, returned, strict=True)}
+            number[node] = key if isinstance(key, int) else table.setdefault(key, len(leaves) + len(table))
+    ends = {role: number[_kept(norm, role, node)] for role, node in traced.results.items()}
     reference = Reference(table, leaves, ends, {n: key for key, n in table.items()})
     used = set(reference.behind(*ends.values()))
     return replace(reference, table={key: n for key, n in table.items() if n in used})

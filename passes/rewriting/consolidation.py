@@ -14,11 +14,10 @@ from ...decomps.forms import GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradi
 from ..graph.draft import Draft
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
-from ..graph.result import Declined, Edit, Program, Result
-from ..graph.signature import is_functional
+from ..graph.result import Log, Program, Reason, Result
 from .site import Site, find_gradients, find_sites
 from .updates import Inputs
-from .writing import wire_reserve, write_gradient, write_site
+from .writing import rewrite, wire_reserve, write_gradient, write_site
 
 aten = torch.ops.aten
 
@@ -46,24 +45,27 @@ class Consolidate:
 
         Raises: InvalidProgram for anything else.
         """
-        inputs = Inputs(program) if isinstance(program, ExportedProgram) and is_functional(program) else None
         graphs = graphs_of(program)
         if all(site.form.dialect is Dialect.FAMILY for site in chain(find_sites(graphs), find_gradients(graphs))):
             return Result(program)
-        draft = Draft(program, self.inplace)
-        edits: list[Edit] = []
-        declined: list[Declined] = []
-        gradients = _gradients(draft, edits, declined)
-        for site in find_sites(draft.graphs):
-            plan = _plan(site, inputs)
-            if isinstance(plan, Edit) and site.norm is not None:
-                edits.append(plan)
-                write_site(draft, site, site.norm, family_target(site.form, site.norm, draft.functional))
-            elif isinstance(plan, Declined):
-                declined.append(plan)
-        for call, norm in gradients:
+        draft, log = Draft(program, self.inplace), Log()
+        inputs = Inputs(program) if draft.functional and isinstance(program, ExportedProgram) else None
+        unwired: list[tuple[Node, Gradient]] = []
+
+        def write_forward(site: Site, target: Form) -> None:
+            write_site(draft, site, site.norm, target)
+
+        def write_backward(site: Site, target: Form) -> None:
+            call = write_gradient(draft, site, site.norm, target)
+            if site.norm.reserve is None:
+                unwired.append((call, site.norm))
+
+        # ahead of the forwards, whose impl_index and vendor's reserve then have no reader left
+        rewrite(log, find_gradients(draft.graphs), lambda site: _plan_gradient(site, draft.functional), write_backward)
+        rewrite(log, find_sites(draft.graphs), lambda site: _plan_forward(site, inputs), write_forward)
+        for call, norm in unwired:
             wire_reserve(draft, call, norm)
-        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+        return log.result(draft.build() if log.edits else program)
 
 
 def consolidate(program: Any, *, inplace: bool = False) -> Any:
@@ -82,57 +84,38 @@ def consolidate(program: Any, *, inplace: bool = False) -> Any:
     return Consolidate(inplace=inplace)(program).program
 
 
-def _gradients(draft: Draft, edits: list[Edit], declined: list[Declined]) -> list[tuple[Node, Gradient]]:
-    """Rewrites every gradient, ahead of the forwards, whose impl_index and vendor's reserve then are free; returns
-    those that have no reserve yet.
-    """
-    unwired = []
-    for site in find_gradients(draft.graphs):
-        if site.form.dialect is Dialect.FAMILY:
-            continue
-        reason = site.problem or _unwritable(site, draft.functional)
-        if reason or site.norm is None:
-            declined.append(Declined(site.name, site.module, site.form.name, reason))
-            continue
-        edits.append(Edit(site.name, site.module, site.form.name, _GRADIENT.name))
-        call = write_gradient(draft, site, site.norm, _GRADIENT)
-        if site.norm.reserve is None:
-            unwired.append((call, site.norm))
-    return unwired
-
-
-def _unwritable(site: Site, functional: bool) -> str:
-    """Why the out arguments of a gradient cannot be copied to, empty when they can, or there are none."""
-    if site.norm is None or not site.norm.out:
-        return ""
-    if functional:
-        return f"{site.form.name} writes to its out arguments, which a functional program does not allow"
-    if not all(site.norm.output_mask):
-        return "its output_mask leaves out arguments unwritten"
-    shapes = [_shape(site.norm.input), *[(_shape(site.norm.input) or (None, None))[1:2]] * 2]
-    if None in shapes or [_shape(place) for place in site.norm.out.values()] != shapes:
-        return "its out arguments may be resized, and into which layout differs by form: allocate them in full"
-    return ""
-
-
 _GRADIENT = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]
 
 
-# Plan: what becomes of each site.
-
-
-def _plan(site: Site, inputs: Inputs | None) -> Edit | Declined | None:
-    """An Edit, a Declined, or None for a site that is the family's already.
-
-    inputs: what the program takes when it is functional, else None.
-    """
+def _plan_gradient(site: Site, functional: bool) -> Form | str:
     if site.form.dialect is Dialect.FAMILY:
-        return None
-    reason = site.problem or _obstacle(site, inputs)
-    if reason or site.norm is None:
-        return Declined(site.name, site.module, site.form.name, reason)
-    target = family_target(site.form, site.norm, inputs is not None)
-    return Edit(site.name, site.module, site.form.name, target.name)
+        return site.form
+    return site.problem or _refuse_backward(site, functional) or _GRADIENT
+
+
+def _refuse_backward(site: Site, functional: bool) -> Reason:
+    """Why the out arguments of a gradient cannot be copied to, empty when they can, or there are none."""
+    norm = site.norm
+    if not norm.out:
+        return Reason()
+    if functional:
+        return Reason(f"{site.form.name} writes to its out arguments, which a functional program does not allow")
+    if not all(norm.output_mask):
+        return Reason("its output_mask leaves out arguments unwritten")
+    shapes = [_shape(norm.input), *[(_shape(norm.input) or (None, None))[1:2]] * 2]
+    if None in shapes or [_shape(place) for place in norm.out.values()] != shapes:
+        return Reason("its out arguments may be resized, and into which layout differs by form", _ALLOCATE)
+    return Reason()
+
+
+_ALLOCATE = "allocate them in full"
+
+
+def _plan_forward(site: Site, inputs: Inputs | None) -> Form | str:
+    """What a site becomes, or why not. inputs: what the program takes when it is functional, else None."""
+    if site.form.dialect is Dialect.FAMILY:
+        return site.form
+    return site.problem or _refuse_family(site, inputs) or family_target(site.form, site.norm, inputs is not None)
 
 
 def family_target(form: Form, norm: BatchNorm, functional: bool) -> Form:
@@ -144,29 +127,45 @@ def family_target(form: Form, norm: BatchNorm, functional: bool) -> Form:
     return family_form(True, Statistics.IN_PLACE if writes or out else Statistics.OUTPUTS, out)
 
 
-def _obstacle(site: Site, inputs: Inputs | None) -> str:
+def _refuse_family(site: Site, inputs: Inputs | None) -> str:
     """Why a site that can be read cannot be rewritten exactly, empty when it can."""
-    norm, form = site.norm, site.form
-    if norm is None:
-        return ""
-    if site.used("impl_index"):
-        return "its impl_index is in use: it names a kernel, and the family picks one only when the program runs"
-    for reader in (user for holder in site.outputs.get("reserve", ()) for user in holder.users):
-        if reader.target is not aten.batch_norm_backward.default:
-            return f"its reserve is read by {reader.name} ({reader.target}), which expects {form.name}'s own layout"
+    norm = site.norm
+    if reason := _refuse_readers(site):
+        return reason
     if norm.training and 0 in (_shape(norm.input) or ()):
-        return "its batch is empty, which the family refuses in training"
-    if form.destinations and inputs is not None:
-        return f"{form.name} writes to its out arguments, which a functional program does not allow"
-    if form.destinations and not norm.training:
-        if site.used("save_mean") or site.used("save_invstd"):
-            return "its saved statistics are read back from an out argument, whose shape in eval differs by device"
-        if _shape(norm.out["out"]) is None or _shape(norm.out["out"]) != _shape(norm.input):
-            return "its out argument may be resized, and into which layout differs by form: allocate it in full"
-    writes = norm.training and norm.running_mean is not None and form.statistics is Statistics.IN_PLACE
-    if inputs is not None and writes:
-        return inputs.unlistable_update(site)
-    return ""
+        return Reason("its batch is empty, which the family refuses in training")
+    if site.form.destinations and (reason := _refuse_destinations(site, inputs is not None)):
+        return reason
+    return inputs.unlistable_update(site) if inputs is not None and site.writes else ""
+
+
+def _refuse_readers(site: Site) -> Reason:
+    """Why the family cannot return what is read of a site: it means something to that kernel alone."""
+    if site.used("impl_index"):
+        return Reason(
+            "its impl_index is in use: it names a kernel, and the family picks one only when the program runs"
+        )
+    readers = (user for holder in site.outputs.get("reserve", ()) for user in holder.users)
+    reader = next((user for user in readers if user.target is not _GRADIENT.overload), None)
+    if reader is None:
+        return Reason()
+    return Reason(
+        f"its reserve is read by {reader.name} ({reader.target}), which expects {site.form.name}'s own layout"
+    )
+
+
+def _refuse_destinations(site: Site, functional: bool) -> Reason:
+    if functional:
+        return Reason(f"{site.form.name} writes to its out arguments, which a functional program does not allow")
+    if site.norm.training:
+        return Reason()
+    if site.used("save_mean") or site.used("save_invstd"):
+        return Reason("its saved statistics are read back from an out argument, whose shape in eval differs by device")
+    # the family's `.out` gives a destination that it resizes another layout than the legacy one does
+    place = _shape(site.norm.out["out"])
+    if place is None or place != _shape(site.norm.input):
+        return Reason("its out argument may be resized, and into which layout differs by form", _ALLOCATE)
+    return Reason()
 
 
 def _shape(node: Node) -> torch.Size | None:

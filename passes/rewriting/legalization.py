@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -10,18 +11,17 @@ from torch.export import ExportedProgram
 
 from ...decomps.backends.rules import Backend
 from ...decomps.backends.selection import explain_backend
-from ...decomps.forms import FIELDS, Form, Statistics
+from ...decomps.forms import FIELDS, UPDATED, Form, Statistics
 from ...errors import InvalidChoice
 from ..graph.draft import Draft
 from ..graph.options import NO_FLAG, Command, Keeps, flag
-from ..graph.result import Declined, Edit, Program, Result, top_module
-from ..graph.signature import is_functional
+from ..graph.result import PROGRAM, Log, Program, Reason, Result, top_module
 from .dialect import to_functional, to_training
-from .elementary import unwritable, write_elementary
+from .elementary import refuse_elementary, write_elementary
 from .site import Site, find_gradients, find_sites, read_site
 from .targets import NATIVE_GRADIENT, TARGETS, Target, row_of
 from .updates import Inputs
-from .writing import forward_of, roles_kept, write_gradient, write_site
+from .writing import REBUILT, forward_of, rewrite, roles_kept, write_gradient, write_site
 
 aten = torch.ops.aten
 
@@ -57,43 +57,17 @@ class Legalize:
             raise InvalidChoice(f"found target {self.target!r}, expected one of {', '.join(TARGETS)}")
         top_module(program)
         target = TARGETS[self.target]
-        draft = Draft(program, self.inplace)
+        draft, log = Draft(program, self.inplace), Log()
         inputs = Inputs(program) if isinstance(program, ExportedProgram) else None
-        edits: list[Edit] = []
-        declined: list[Declined] = []
-        if reason := self._change_dialect(draft, inputs, target, edits):
-            return Result(program, (), (Declined("program", "", "", reason),))
-        if target.form is None:
-            _write_formulas(draft, inputs, edits, declined)
-            return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
-        for site in find_gradients(draft.graphs):
-            _apply(draft, site, target, edits, declined)
-        for site in find_sites(draft.graphs):
-            form = site.form if site.norm is None else target.form(site, draft.functional)
-            reason = site.problem or _obstacle(site, form, draft.functional, target.pins)
-            if not reason and draft.functional and inputs is not None and _hides(site, form):
-                reason = inputs.unlistable_update(site)
-            if reason:
-                declined.append(Declined(site.name, site.module, site.form.name, reason))
-            elif form is not site.form:
-                edits.append(Edit(site.name, site.module, site.form.name, form.name))
-                write_site(draft, site, site.norm, form)
-        if self.target == "composite":
-            edits += _set_cudnn_enabled(draft, self.cudnn_enabled, {edit.site for edit in edits})
-        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
-
-    def _change_dialect(self, draft: Draft, inputs: Inputs | None, target: Target, edits: list[Edit]) -> str:
-        if inputs is None or target.dialect is None:
-            return ""
-        functional = is_functional(draft.program)
-        if functional is (target.dialect == "functional"):
-            return ""
-        reason = to_functional(draft, inputs) if target.dialect == "functional" else to_training(draft, edits)
-        if reason:
-            return f"it cannot be made a {target.dialect} program: {reason}"
-        before = "functional" if functional else "training"
-        edits.append(Edit("program", "", before, target.dialect))
-        return ""
+        if reason := _change_dialect(draft, inputs, target, log):
+            log.decline(PROGRAM, reason)
+        elif target.form is None:
+            _write_formulas(draft, inputs, log)
+        else:
+            _write_forms(draft, inputs, target, log)
+        if self.target == "composite" and not reason:
+            _set_cudnn_enabled(draft, self.cudnn_enabled, log)
+        return log.result(draft.build() if log.edits else program)
 
 
 def legalize(program: Any, target: str, *, cudnn_enabled: bool = True, inplace: bool = False) -> Any:
@@ -113,28 +87,55 @@ def legalize(program: Any, target: str, *, cudnn_enabled: bool = True, inplace: 
     return Legalize(target, cudnn_enabled, inplace)(program).program
 
 
-def _write_formulas(draft: Draft, inputs: Inputs | None, edits: list[Edit], declined: list[Declined]) -> None:
+def _change_dialect(draft: Draft, inputs: Inputs | None, target: Target, log: Log) -> Reason:
+    """Makes the program one of the target's dialect; returns why that cannot be done."""
+    wanted, found = target.dialect, "functional" if draft.functional else "training"
+    if inputs is None or wanted in (None, found):
+        return Reason()
+    reason = to_functional(draft, inputs) if wanted == "functional" else to_training(draft, log)
+    if reason:
+        return reason.inside(f"it cannot be made a {wanted} program: {{}}")
+    log.edit(PROGRAM, found, str(wanted))
+    return reason
+
+
+def _write_formulas(draft: Draft, inputs: Inputs | None, log: Log) -> None:
     """Every gradient and every forward as elementary operations."""
-    for find in (find_gradients, find_sites):
-        for site in find(draft.graphs):
-            reason = site.problem or unwritable(site)
-            if not reason and draft.functional and inputs is not None and _writes(site):
-                reason = inputs.unlistable_update(site)
-            if reason:
-                declined.append(Declined(site.name, site.module, site.form.name, reason))
-                continue
-            edits.append(Edit(site.name, site.module, site.form.name, "elementary operations"))
+    for site in chain(find_gradients(draft.graphs), find_sites(draft.graphs)):
+        reason = site.problem or refuse_elementary(site)
+        if not reason and draft.functional and inputs is not None and site.writes:
+            reason = inputs.unlistable_update(site)
+        if reason:
+            log.decline(site, reason)
+        else:
+            log.edit(site, site.form.name, "elementary operations")
             write_elementary(draft, site)
 
 
-def _hides(site: Site, form: Form) -> bool:
-    """Whether a write that is not listed has to become a mutation output."""
-    return _writes(site) and form.statistics is Statistics.OUTPUTS
+def _write_forms(draft: Draft, inputs: Inputs | None, target: Target, log: Log) -> None:
+    """Every gradient and every forward as the target's row for it."""
+    functional = draft.functional
 
+    def gradient(site: Site) -> Form | str:
+        form = _gradient_form(site, target)
+        return form if form is site.form else _refuse_gradient(site, form, target, functional) or form
 
-def _writes(site: Site) -> bool:
-    norm = site.norm
-    return bool(norm.training and site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None)
+    def forward(site: Site) -> Form | str:
+        if site.problem:
+            return site.problem
+        form = target.form(site, functional)  # type: ignore[misc]
+        reason: str = _refuse_form(site, form, functional, target.pins)
+        if not reason and functional and inputs is not None and site.writes and form.statistics is Statistics.OUTPUTS:
+            reason = inputs.unlistable_update(site)
+        return reason or form
+
+    def write(site: Site, form: Form) -> None:
+        write_site(draft, site, site.norm, form)
+
+    rewrite(
+        log, find_gradients(draft.graphs), gradient, lambda site, form: write_gradient(draft, site, site.norm, form)
+    )
+    rewrite(log, find_sites(draft.graphs), forward, write)
 
 
 def _gradient_form(site: Site, target: Target) -> Form:
@@ -144,72 +145,70 @@ def _gradient_form(site: Site, target: Target) -> Form:
     return row_of(target.gradient if site.norm.training else NATIVE_GRADIENT)
 
 
-def _apply(draft: Draft, site: Site, target: Target, edits: list[Edit], declined: list[Declined]) -> None:
-    form = _gradient_form(site, target)
-    if form is site.form:
-        return
-    reason = site.problem or ("it writes to its out arguments" if site.form.destinations else "")
-    if not reason and form.name.startswith("aten.cudnn") and site.norm.reserve is None:
-        reason = "it has no reserve, which cuDNN's gradient reads: its forward left none"
-    if not reason and form.name.startswith(("aten.cudnn", "aten.miopen")) and not all(site.norm.output_mask):
-        reason = f"{form.name} computes all three gradients, and its output_mask asks for some"
-    if not reason and target.pins is not None and site.norm.training:
-        reason = _unpinned(site, target, draft.functional)
-    if reason:
-        declined.append(Declined(site.name, site.module, site.form.name, reason))
-        return
-    edits.append(Edit(site.name, site.module, site.form.name, form.name))
-    write_gradient(draft, site, site.norm, form)
+def _refuse_gradient(site: Site, form: Form, target: Target, functional: bool) -> str:
+    """Why a gradient cannot be written as a row, empty when it can."""
+    if site.problem or site.form.destinations:
+        return site.problem or Reason("it writes to its out arguments")
+    if "reserve" in form.arguments and site.norm.reserve is None:
+        return Reason(f"it has no reserve, which {form.name} reads: its forward left none")
+    if "output_mask" not in form.arguments and not all(site.norm.output_mask):
+        return Reason(f"{form.name} computes all three gradients, and its output_mask asks for some")
+    return _refuse_pin(site, target, functional) if target.pins is not None and site.norm.training else ""
 
 
-def _unpinned(site: Site, target: Target, functional: bool) -> str:
+def _refuse_pin(site: Site, target: Target, functional: bool) -> str:
     """Why a gradient cannot be one library's: its forward, which has to be the same one's, will not be."""
     made = forward_of(site.norm)
     if made is None or target.form is None:
-        return "its forward is not in the graph, and which kernel ran it is not known"
+        return Reason("its forward is not in the graph, and which kernel ran it is not known")
     forward = read_site(made, site.path)
     if forward.norm is None:
         return forward.problem
-    reason = _obstacle(forward, target.form(forward, functional), functional, target.pins, free=("reserve",))
-    return f"its forward cannot be pinned: {reason}" if reason else ""
+    reason = _refuse_form(forward, target.form(forward, functional), functional, target.pins, free=("reserve",))
+    return reason and reason.inside("its forward cannot be pinned: {}")
 
 
-def _obstacle(site: Site, form: Form, functional: bool, pins: Backend | None, free: tuple[str, ...] = ()) -> str:
+def _refuse_form(site: Site, form: Form, functional: bool, pins: Backend | None, free: tuple[str, ...] = ()) -> Reason:
     """Why a site that can be read cannot be written as a row, empty when it can. `free`: outputs to overlook."""
     norm = site.norm
-    if norm is None or form is site.form:
-        return ""
+    if form is site.form:
+        return Reason()
     if site.form.destinations:
-        return f"{site.form.name} writes to its out arguments, which {form.name} does not have"
+        return Reason(f"{site.form.name} writes to its out arguments, which {form.name} does not have")
     if functional and form.hides_update and norm.training and norm.running_mean is not None:
-        return f"{form.name} writes its statistics, which a functional program does not allow: legalize it to training"
-    kept = roles_kept(site.form, norm, form)
-    rebuilt = () if norm.training else ("save_mean", "save_invstd", "new_running_mean", "new_running_var")
-    moved = ("new_running_mean", "new_running_var") if form.statistics is Statistics.IN_PLACE else ()
-    for role in site.outputs:
-        if site.used(role) and role not in (*kept, *rebuilt, *moved, *free):
-            return f"its {role} is read, which {form.name} does not return"
+        told = f"{form.name} writes its statistics, which a functional program does not allow"
+        return Reason(told, "legalize it to training")
+    return _refuse_outputs(site, form, free) or (Reason() if pins is None else _refuse_library(site, pins))
+
+
+def _refuse_outputs(site: Site, form: Form, free: tuple[str, ...]) -> Reason:
+    """Why a row does not return what is read of a site, or writes what the site did not."""
+    norm = site.norm
+    moved = UPDATED if form.statistics is Statistics.IN_PLACE else ()
+    rebuilt = () if norm.training else REBUILT
+    known = (*roles_kept(site.form, norm, form), *rebuilt, *moved, *free)
+    lost = next((role for role in site.outputs if site.used(role) and role not in known), None)
+    if lost is not None:
+        return Reason(f"its {lost} is read, which {form.name} does not return")
     if moved and norm.training and site.form.statistics is Statistics.OUTPUTS and norm.running_mean is not None:
-        return f"{site.form.name} leaves its statistics as they were, and {form.name} writes them"
-    if pins is not None:
-        return _forbidden(site, pins)
-    return ""
+        return Reason(f"{site.form.name} leaves its statistics as they were, and {form.name} writes them")
+    return Reason()
 
 
-def _forbidden(site: Site, pins: Backend) -> str:
+def _refuse_library(site: Site, pins: Backend) -> Reason:
     """The rules of a library that a site breaks, where its shape is known, empty when none."""
     norm = site.norm
     vals: dict[str, Any] = {f: getattr(getattr(norm, f), "meta", {}).get("val") for f in FIELDS[:5]}
     if not isinstance(vals["input"], torch.Tensor):
-        return f"the shape of its input is not known, and {pins.value} has rules"
+        return Reason(f"the shape of its input is not known, and {pins.value} has rules")
     device = {Backend.CUDNN: "cuda", Backend.MIOPEN: "hip"}[pins]
     why = explain_backend(**vals, training=norm.training, eps=norm.eps, device=device)
-    return "" if why.backend is pins else f"{pins.value} cannot run it: {why.reason}"
+    return Reason("" if why.backend is pins else f"{pins.value} cannot run it: {why.reason}")
 
 
-def _set_cudnn_enabled(draft: Draft, enabled: bool, written: set[str]) -> list[Edit]:
-    """Sets the argument on every `aten.batch_norm`; edits of those that were not written just now."""
-    edits = []
+def _set_cudnn_enabled(draft: Draft, enabled: bool, log: Log) -> None:
+    """Sets the argument on every `aten.batch_norm`; logs those that were not written just now."""
+    written = {edit.site for edit in log.edits}
     for site in find_sites(draft.graphs):
         node, name = site.node, site.form.name
         if site.form.overload is not aten.batch_norm.default:
@@ -222,5 +221,4 @@ def _set_cudnn_enabled(draft: Draft, enabled: bool, written: set[str]) -> list[E
         else:
             node.args = (*node.args[:8], enabled)
         if site.name not in written:
-            edits.append(Edit(site.name, site.module, f"{name}, cudnn_enabled={given}", f"{name}, {enabled}"))
-    return edits
+            log.edit(site, f"{name}, cudnn_enabled={given}", f"{name}, {enabled}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, form_of
+from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, Statistics, form_of
 from ..graph.journal import note_of
 
 # What stands in for a missing tensor without changing a number.
@@ -60,6 +60,11 @@ class Site:
     def tracks(self) -> bool:
         """Whether it can be read and has running statistics."""
         return self.norm is not None and self.norm.running_mean is not None
+
+    @property
+    def writes(self) -> bool:
+        """Whether its call writes its running statistics, whatever its schema says of that."""
+        return self.tracks and self.form.statistics is Statistics.IN_PLACE and self.norm.training is True
 
     def used(self, role: str) -> bool:
         """Whether something reads this output."""

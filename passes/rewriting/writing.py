@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,27 @@ from ...decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, 
 from ..graph.draft import Draft
 from ..graph.journal import ORIGIN, note_of
 from ..graph.meta import carried, empty_val, val_of
+from ..graph.result import Log
 from .site import NEUTRAL, Site
 
 aten = torch.ops.aten
+
+
+def rewrite(
+    log: Log, sites: Iterable[Site], plan: Callable[[Site], Form | str], write: Callable[[Site, Form], object]
+) -> None:
+    """Writes each site as the row that is planned for it, and logs that, or the reason that is planned instead.
+
+    Sites are read one at a time, when they are reached, so that an edit sees what earlier ones made of a later site:
+    that is how two batch norms on one buffer chain in a functional program.
+    """
+    for site in sites:
+        planned = plan(site)
+        if isinstance(planned, str):
+            log.decline(site, planned)
+        elif planned is not site.form:
+            log.edit(site, site.form.name, planned.name)
+            write(site, planned)
 
 
 def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
@@ -56,7 +74,7 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
             elif holder.users:
                 last.append(holder)  # to right behind the call: there the statistics still are what it read
                 last = holder
-                _REBUILT[role](holder, spelled)
+                REBUILT[role](holder, spelled)
             else:
                 node.graph.erase_node(holder)
     if node is not call and node.target is not operator.getitem:
@@ -270,7 +288,7 @@ def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
 
 
 # Outputs that the family's eval op does not return, or not in one shape: rebuilt from the running statistics.
-_REBUILT: dict[str, Callable[[Node, BatchNorm], None]] = {
+REBUILT: dict[str, Callable[[Node, BatchNorm], None]] = {
     "save_mean": _copied("running_mean"),
     "save_invstd": _inverse_deviation,
     "new_running_mean": _copied("running_mean"),
