@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -42,17 +44,9 @@ class Dialect(Enum):
 
 # Output roles, in the order that ATen returns them.
 OUT = ("out",)
-
-
 SAVED = ("out", "save_mean", "save_invstd")
-
-
 RESERVED = (*SAVED, "reserve")
-
-
 UPDATED = ("new_running_mean", "new_running_var")
-
-
 GRADS = ("grad_input", "grad_weight", "grad_bias")
 
 
@@ -74,7 +68,8 @@ class BatchNorm:
     input: [N, C, *]; weight, bias, running_mean, running_var: [C] or None. Inside a graph these are nodes.
     training: True normalises with batch statistics (biased variance) and updates the running ones (unbiased variance).
     momentum: the weight of the new batch. eps: added to the variance, so that save_invstd is 1/sqrt(var + eps).
-    out: the destination tensors of an `.out` overload by role, else empty.
+    out: the destination tensors of an `.out` overload by role, else empty. extras: what the call was given besides, by
+    schema name, which a form that knows it writes again.
     """
 
     input: Any
@@ -86,6 +81,7 @@ class BatchNorm:
     momentum: Any
     eps: Any
     out: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -114,15 +110,11 @@ class Gradient:
     output_mask: Any
     reserve: Any
     out: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
 
-_RECORDED = {record: tuple(f.name for f in fields(record) if f.name != "out") for record in (BatchNorm, Gradient)}
-
-
-def like_of(norm: BatchNorm | Gradient) -> Any:
-    """What a missing tensor is filled in like: the weight, bias or statistics that are there, else the input."""
-    there = (getattr(norm, field, None) for field in ("weight", "bias", "running_mean"))
-    return next((tensor for tensor in there if tensor is not None), norm.input)
+# The arguments that every form spells; `out` and `extras` are read by what the form says of them.
+_RECORDED = {record: tuple(f.name for f in fields(record))[:-2] for record in (BatchNorm, Gradient)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +122,8 @@ class Form:
     """How one overload spells a `BatchNorm` or a `Gradient`: arguments by schema name, outputs by role.
 
     roles: what each output is. mode: TRAIN or EVAL when the overload fixes it, FLAG when `training` says.
-    statistics: how the update of the running statistics leaves the op. source: where the overload comes from.
+    statistics: how the update of the running statistics leaves the op. names: schema name -> field, where they differ.
+    extras: the arguments that are no field of the record, each with what is written where none was read.
     """
 
     overload: OpOverload
@@ -138,8 +131,8 @@ class Form:
     mode: Mode
     statistics: Statistics
     dialect: Dialect
-    source: str
     names: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def name(self) -> str:
@@ -149,6 +142,11 @@ class Form:
         'aten._batch_norm_with_update.default'
         """
         return str(self.overload)
+
+    @property
+    def record(self) -> type[Any]:
+        """What its calls are read as."""
+        return Gradient if self.roles == GRADS else BatchNorm
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
@@ -199,60 +197,61 @@ class Form:
         absent = [a for a in (*self.arguments, *self.destinations.values()) if a not in given]
         if absent:
             raise KeyError(absent[0])
-        record: Any = Gradient if self.roles == GRADS else BatchNorm
-        values = {name: given.get(name) for name in _RECORDED[record]}
+        values = {name: given.get(name) for name in _RECORDED[self.record]}
         if self.mode is not Mode.FLAG:
             values["training"] = self.mode is Mode.TRAIN
-        if record is Gradient and "output_mask" not in given:
+        if self.record is Gradient and "output_mask" not in given:
             values["output_mask"] = [True, True, True]
-        return record(**{**values, "out": {role: given[name] for role, name in self.destinations.items()}})
+        values["out"] = {role: given[name] for role, name in self.destinations.items()}
+        values["extras"] = {name: given[name] for name in self.extras}
+        return self.record(**values)
 
     def write(self, norm: BatchNorm | Gradient) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that spell `norm` as this overload: (args, kwargs)."""
-        args = tuple(getattr(norm, name, True) for name in self.arguments)  # only cudnn_enabled is no field: True
+        extras = {**self.extras, **norm.extras} if self.extras else {}
+        args = tuple(extras[name] if name in extras else getattr(norm, name) for name in self.arguments)
         return args, {name: norm.out[role] for role, name in self.destinations.items()}
 
 
-_YAML = "aten/src/ATen/native/native_functions.yaml"
-
-
 _FAMILY, _CORE, _COMPOSITE, _VENDOR = Dialect.FAMILY, Dialect.CORE, Dialect.COMPOSITE, Dialect.VENDOR
-
-
 _TRAIN, _EVAL, _FLAG = Mode.TRAIN, Mode.EVAL, Mode.FLAG
-
-
 _IN_PLACE, _OUTPUTS, _NONE = Statistics.IN_PLACE, Statistics.OUTPUTS, Statistics.NONE
 
 
+# `batch_norm` takes the switch torch.backends.cudnn.enabled as an argument, on by default as that is.
+_SWITCH = MappingProxyType({"cudnn_enabled": True})
+
+
+# Every row's schema: aten/src/ATen/native/native_functions.yaml. Rows of one kernel stand together: `in_eval` takes the
+# closest.
 FORMS: tuple[Form, ...] = (
     # The family: the kernel is picked when the op runs. pytorch#116092.
-    Form(aten._batch_norm_with_update.default, RESERVED, _TRAIN, _IN_PLACE, _FAMILY, _YAML),
-    Form(aten._batch_norm_with_update.out, RESERVED, _TRAIN, _IN_PLACE, _FAMILY, _YAML),
-    Form(aten._batch_norm_with_update_functional.default, RESERVED + UPDATED, _TRAIN, _OUTPUTS, _FAMILY, _YAML),
-    Form(aten._batch_norm_no_update.default, RESERVED, _EVAL, _NONE, _FAMILY, _YAML),
-    Form(aten._batch_norm_no_update.out, RESERVED, _EVAL, _NONE, _FAMILY, _YAML),
+    Form(aten._batch_norm_with_update.default, RESERVED, _TRAIN, _IN_PLACE, _FAMILY),
+    Form(aten._batch_norm_with_update.out, RESERVED, _TRAIN, _IN_PLACE, _FAMILY),
+    Form(aten._batch_norm_with_update_functional.default, RESERVED + UPDATED, _TRAIN, _OUTPUTS, _FAMILY),
+    Form(aten._batch_norm_no_update.default, RESERVED, _EVAL, _NONE, _FAMILY),
+    Form(aten._batch_norm_no_update.out, RESERVED, _EVAL, _NONE, _FAMILY),
     # Composite: what a user calls, and what torch.export writes with cudnn_enabled=False, which pins the kernel.
-    Form(aten.batch_norm.default, OUT, _FLAG, _IN_PLACE, _COMPOSITE, _YAML),
+    Form(aten.batch_norm.default, OUT, _FLAG, _IN_PLACE, _COMPOSITE, extras=_SWITCH),
     # ... what `batch_norm` becomes inside autograd; impl_index says which kernel ran, and so which backward to call.
-    Form(aten._batch_norm_impl_index.default, (*RESERVED, "impl_index"), _FLAG, _IN_PLACE, _COMPOSITE, _YAML),
-    # Native: the non-cuDNN kernel. Its schema hides the write to the statistics; the legit twins own up to it.
-    Form(aten.native_batch_norm.default, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML),
-    Form(aten.native_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML),
-    Form(aten._native_batch_norm_legit.default, SAVED, _FLAG, _IN_PLACE, _CORE, _YAML),
-    Form(aten._native_batch_norm_legit.out, SAVED, _FLAG, _IN_PLACE, _CORE, _YAML),
+    Form(aten._batch_norm_impl_index.default, (*RESERVED, "impl_index"), _FLAG, _IN_PLACE, _COMPOSITE, extras=_SWITCH),
+    # Native: the non-cuDNN kernel. Its schema hides the write to the statistics; that of the legit ones says it.
+    Form(aten.native_batch_norm.default, SAVED, _FLAG, _IN_PLACE, _VENDOR),
+    Form(aten.native_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR),
+    Form(aten._native_batch_norm_legit.default, SAVED, _FLAG, _IN_PLACE, _CORE),
+    Form(aten._native_batch_norm_legit.out, SAVED, _FLAG, _IN_PLACE, _CORE),
     # ... without running statistics at all: the batch's own, or nothing is defined.
-    Form(aten._native_batch_norm_legit.no_stats, SAVED, _FLAG, _NONE, _CORE, _YAML),
-    Form(aten._native_batch_norm_legit.no_stats_out, SAVED, _FLAG, _NONE, _CORE, _YAML),
+    Form(aten._native_batch_norm_legit.no_stats, SAVED, _FLAG, _NONE, _CORE),
+    Form(aten._native_batch_norm_legit.no_stats_out, SAVED, _FLAG, _NONE, _CORE),
     # ... what run_decompositions() emits, train and eval. pytorch#88697.
-    Form(aten._native_batch_norm_legit_functional.default, SAVED + UPDATED, _FLAG, _OUTPUTS, _CORE, _YAML),
-    Form(aten._native_batch_norm_legit_no_training.default, SAVED, _EVAL, _NONE, _CORE, _YAML),
-    Form(aten._native_batch_norm_legit_no_training.out, SAVED, _EVAL, _NONE, _CORE, _YAML),
-    # One vendor's kernel, pinned by overload. cuDNN's "save_var" is 1/sqrt(var + eps) too. Neither admits its write.
-    Form(aten.cudnn_batch_norm.default, RESERVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
-    Form(aten.cudnn_batch_norm.out, RESERVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
-    Form(aten.miopen_batch_norm.default, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
-    Form(aten.miopen_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR, _YAML, VENDOR_NAMES),
+    Form(aten._native_batch_norm_legit_functional.default, SAVED + UPDATED, _FLAG, _OUTPUTS, _CORE),
+    Form(aten._native_batch_norm_legit_no_training.default, SAVED, _EVAL, _NONE, _CORE),
+    Form(aten._native_batch_norm_legit_no_training.out, SAVED, _EVAL, _NONE, _CORE),
+    # One vendor's kernel, pinned by overload. cuDNN's "save_var" is 1/sqrt(var + eps) too. Both hide the write.
+    Form(aten.cudnn_batch_norm.default, RESERVED, _FLAG, _IN_PLACE, _VENDOR, VENDOR_NAMES),
+    Form(aten.cudnn_batch_norm.out, RESERVED, _FLAG, _IN_PLACE, _VENDOR, VENDOR_NAMES),
+    Form(aten.miopen_batch_norm.default, SAVED, _FLAG, _IN_PLACE, _VENDOR, VENDOR_NAMES),
+    Form(aten.miopen_batch_norm.out, SAVED, _FLAG, _IN_PLACE, _VENDOR, VENDOR_NAMES),
 )
 
 
@@ -267,29 +266,33 @@ _GRADIENT = MappingProxyType(
 
 GRADIENTS: tuple[Form, ...] = (
     # The family's picks its kernel when it runs, and reads the reserve that its forward returned.
-    Form(aten.batch_norm_backward.default, GRADS, _FLAG, _NONE, _FAMILY, _YAML, _GRADIENT),
+    Form(aten.batch_norm_backward.default, GRADS, _FLAG, _NONE, _FAMILY, _GRADIENT),
     # Native, in both modes: what autograd calls for native and legit forwards, and for any forward in eval.
-    Form(aten.native_batch_norm_backward.default, GRADS, _FLAG, _NONE, _CORE, _YAML, _GRADIENT),
-    Form(aten.native_batch_norm_backward.out, GRADS, _FLAG, _NONE, _CORE, _YAML, _GRADIENT),
+    Form(aten.native_batch_norm_backward.default, GRADS, _FLAG, _NONE, _CORE, _GRADIENT),
+    Form(aten.native_batch_norm_backward.out, GRADS, _FLAG, _NONE, _CORE, _GRADIENT),
     # What TorchScript calls: impl_index says which kernel ran forward.
-    Form(aten._batch_norm_impl_index_backward.default, GRADS, _FLAG, _NONE, _COMPOSITE, _YAML, _GRADIENT),
+    Form(aten._batch_norm_impl_index_backward.default, GRADS, _FLAG, _NONE, _COMPOSITE, _GRADIENT, {"impl_index": 0}),
     # The vendors', of batch statistics only.
-    Form(aten.cudnn_batch_norm_backward.default, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
-    Form(aten.cudnn_batch_norm_backward.out, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
-    Form(aten.miopen_batch_norm_backward.default, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
-    Form(aten.miopen_batch_norm_backward.out, GRADS, _TRAIN, _NONE, _VENDOR, _YAML, _GRADIENT),
+    Form(aten.cudnn_batch_norm_backward.default, GRADS, _TRAIN, _NONE, _VENDOR, _GRADIENT),
+    Form(aten.cudnn_batch_norm_backward.out, GRADS, _TRAIN, _NONE, _VENDOR, _GRADIENT),
+    Form(aten.miopen_batch_norm_backward.default, GRADS, _TRAIN, _NONE, _VENDOR, _GRADIENT),
+    Form(aten.miopen_batch_norm_backward.out, GRADS, _TRAIN, _NONE, _VENDOR, _GRADIENT),
 )
 
 
 def _by_target(forms: tuple[Form, ...]) -> Mapping[OpOverload | OpOverloadPacket, tuple[Form, ...]]:
     """The rows that a call can be of, by what it calls: one for an overload, all of an op's for its packet, which
-    graphs built by hand call. A duplicate row is a mistake in the table, said at import.
+    graphs built by hand call. A duplicate row or an argument that no record holds is a mistake in the table, said at
+    import.
     """
     found: dict[OpOverload | OpOverloadPacket, tuple[Form, ...]] = {}
     for number, form in enumerate(forms):
         if form.overload in found:
             first = forms.index(found[form.overload][0])
             raise ValueError(f"FORMS rows {first} and {number} both describe {form.name}: keep one")
+        known = {*_RECORDED[form.record], *form.extras}
+        if unknown := [name for name in form.arguments if name not in known]:
+            raise ValueError(f"FORMS row {number}, {form.name}: {unknown[0]} is no field of a record: an extra")
         found[form.overload] = (form,)
         packet = form.overload.overloadpacket
         found[packet] = (*found.get(packet, ()), form)
@@ -308,16 +311,83 @@ def form_of(target: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: 
     return rows[0] if len(rows) == 1 else next((form for form in rows if form.takes(args, kwargs)), rows[0])
 
 
-def family_form(training: bool, statistics: Statistics, out: bool) -> Form:
-    """The family's row for a mode, a way of handing on the statistics, and an `out=` call or not.
+BY_NAME = MappingProxyType({form.name: form for form in FORMS})
 
-    Raises: LookupError when the family has no such overload (no functional one writes to `out=`).
 
-    >>> family_form(training=False, statistics=Statistics.NONE, out=False).name
+@cache
+def nearest(dialect: Dialect, training: bool, statistics: Statistics, out: bool) -> Form:
+    """The row of a dialect for a mode, a way of handing on the statistics, and an `out=` call or not.
+
+    An overload of that mode alone comes before one whose flag says it. Where there are no statistics to hand on, in
+    eval or as NONE says, an overload that updates some will do. No other difference is overlooked.
+
+    Raises: LookupError when the dialect has no such overload (no functional one of the family writes to `out=`).
+
+    >>> nearest(Dialect.FAMILY, training=False, statistics=Statistics.NONE, out=False).name
     'aten._batch_norm_no_update.default'
     """
-    wanted = (Mode.TRAIN if training else Mode.EVAL, statistics, out)
-    for form in FORMS:
-        if form.dialect is Dialect.FAMILY and (form.mode, form.statistics, bool(form.destinations)) == wanted:
-            return form
-    raise LookupError(f"the family has no overload for mode, statistics, out = {wanted}")
+    modes = (Mode.TRAIN if training else Mode.EVAL, Mode.FLAG)
+    ways = (statistics,) if training and statistics is not _NONE else (_NONE, _OUTPUTS, _IN_PLACE)
+    rows = [form for form in FORMS if form.dialect is dialect and bool(form.destinations) is out]
+    for mode, way in product(modes, ways):
+        for form in rows:
+            if form.mode is mode and form.statistics is way:
+                return form
+    wanted = f"{modes[0].value}, statistics {statistics.value}, {'with' if out else 'without'} out"
+    raise LookupError(f"{dialect.value} has no overload for {wanted}")
+
+
+def row_in(dialect: Dialect, form: Form, norm: BatchNorm, functional: bool, out: bool = False) -> Form:
+    """The row of a dialect for a record that was read by a form: one that writes statistics in place where that form
+    does and the program may, else one that returns them.
+    """
+    statistics = _NONE
+    if norm.running_mean is not None and norm.training:
+        writes = out or (form.statistics is _IN_PLACE and not functional)
+        statistics = _IN_PLACE if writes else _OUTPUTS
+    return nearest(dialect, bool(norm.training), statistics, out)
+
+
+def in_eval(form: Form) -> Form:
+    """The row that says in eval what a row says in training: itself where a flag of an overload that returns no
+    statistics says so, else an overload of eval alone, of its own dialect or of core ATen.
+
+    It has to know every extra of the row, so that the way back has them too: where none does, a flag has to do.
+
+    Raises: LookupError when no row says it in eval.
+
+    >>> in_eval(FORMS[0]).name
+    'aten._batch_norm_no_update.default'
+    """
+    if form.mode is Mode.EVAL or (form.mode is Mode.FLAG and form.statistics is not _OUTPUTS):
+        return form
+    place, out = FORMS.index(form), bool(form.destinations)
+    for dialect in (form.dialect, Dialect.CORE):
+        rows = [r for r in FORMS if r.dialect is dialect and r.mode is Mode.EVAL and bool(r.destinations) is out]
+        rows = [row for row in rows if form.extras.keys() <= row.extras.keys()]
+        if rows:
+            return min(rows, key=lambda row: abs(FORMS.index(row) - place))
+    if form.mode is Mode.FLAG:
+        return form
+    raise LookupError(f"no row says in eval what {form.name} says in training")
+
+
+def in_training(form: Form, statistics: Statistics, was: str = "") -> Form:
+    """The row that says in training what a row says in eval, and hands on its statistics in this way.
+
+    was: the name of the row that it was in training, which it is again unless it was written as another since.
+
+    Raises: LookupError when no row says it in training.
+
+    >>> in_training(in_eval(FORMS[0]), Statistics.IN_PLACE).name
+    'aten._batch_norm_with_update.default'
+    """
+    if form.mode is not Mode.EVAL:
+        return form
+    out, before = bool(form.destinations), BY_NAME.get(was)
+    statistics = _IN_PLACE if out else statistics
+    if before is not None and before.mode is not Mode.EVAL and before.statistics is statistics:
+        with suppress(LookupError):
+            if in_eval(before) is form:
+                return before
+    return nearest(form.dialect, True, statistics, out)

@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .family import written
-from .forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics, family_form, like_of
+from .forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics, nearest
+from .outputs import fill
 
 aten = torch.ops.aten
 
@@ -77,19 +78,11 @@ def _forward(form: Form, reserves: Reserves) -> Decomposition:
 
 def _family(norm: BatchNorm, in_place: bool) -> dict[str, Any]:
     """The family's outputs by role. What it cannot do without is filled in, in the dtype of what is there."""
-    like = like_of(norm)
-    filled = {name: _FILLS[name](like, [norm.input.shape[1]]) for name in norm.missing}
+    filled = {name: fill(norm, name, norm.input.shape[1]) for name in norm.missing}
     statistics = Statistics.IN_PLACE if in_place else Statistics.OUTPUTS
-    target = family_form(norm.training, statistics if norm.training else Statistics.NONE, out=False)
+    target = nearest(Dialect.FAMILY, norm.training, statistics, out=False)
     args, _ = target.write(replace(norm, **filled, out={}))
     return dict(zip(target.roles, target.overload(*args), strict=True))
-
-
-# The overloads, so that the traced node is the one that consolidation writes.
-_ONES, _ZEROS = aten.new_ones.default, aten.new_zeros.default
-
-
-_FILLS = {"weight": _ONES, "bias": _ZEROS, "running_mean": _ZEROS, "running_var": _ONES}
 
 
 def _gradient(form: Form, reserves: Reserves) -> Decomposition:
@@ -102,10 +95,7 @@ def _gradient(form: Form, reserves: Reserves) -> Decomposition:
             return NotImplemented
         if reserve is None:
             reserve = norm.input.new_empty((0,), dtype=torch.uint8)
-        weight = norm.weight
-        if weight is None:
-            like = norm.input if norm.save_invstd is None or not norm.training else norm.save_invstd
-            weight = (norm.running_mean if norm.running_mean is not None else like).new_ones((norm.input.shape[1],))
+        weight = norm.weight if norm.weight is not None else fill(norm, "weight", norm.input.shape[1])
         saved = {} if norm.training else {"save_mean": None, "save_invstd": None}
         norm = replace(norm, weight=weight, reserve=reserve, **saved)
         args, _ = _TARGET.write(norm)

@@ -20,8 +20,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...decomps.forms import BY_TARGET, UPDATED, BatchNorm, Dialect, Statistics, family_form, form_of, like_of
-from ..rewriting.site import NEUTRAL, Site, read_site
+from ...decomps.forms import BY_TARGET, UPDATED, BatchNorm, Dialect, Statistics, form_of, nearest
+from ...decomps.outputs import NEUTRAL, fill
+from ..rewriting.site import Site, read_site
 from .marks import FREED, KEPT
 
 aten = torch.ops.aten
@@ -150,10 +151,11 @@ def _values(norm: BatchNorm) -> BatchNorm:
 def _write(site: Site) -> None:
     """Replaces the call by the marked op. That returns the new statistics, which go where the call wrote them."""
     node, norm, graph = site.node, site.norm, site.node.graph
-    target = family_form(norm.training, Statistics.OUTPUTS if norm.training else Statistics.NONE, out=False)
+    target = nearest(Dialect.FAMILY, norm.training, Statistics.OUTPUTS, out=False)
     writes = norm.training and norm.running_mean is not None and site.form.statistics is Statistics.IN_PLACE
     with graph.inserting_before(node):
-        args, _ = target.write(replace(norm, **{name: _fill(norm, name) for name in norm.missing}))
+        filled = {name: fill(norm, name, _channels(norm), graph.call_function) for name in norm.missing}
+        args, _ = target.write(replace(norm, **filled))
         call = graph.call_function(KEPT[target.overload], args)
         call.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
 
@@ -169,13 +171,6 @@ def _write(site: Site) -> None:
             graph.call_function(aten.copy_.default, (statistic, output(role)))
     for dead in {holder: None for holders in site.outputs.values() for holder in holders} | {node: None}:
         graph.erase_node(dead)
-
-
-def _fill(norm: BatchNorm, name: str) -> Node:
-    """The neutral [C] tensor for a missing weight, bias or statistic, of the dtype of those that are there."""
-    like = like_of(norm)
-    make = (aten.new_zeros.default, aten.new_ones.default)[NEUTRAL[name]]
-    return like.graph.call_function(make, (like, [_channels(norm)]))  # type: ignore[no-any-return]
 
 
 def _channels(norm: BatchNorm) -> Any:

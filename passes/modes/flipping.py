@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from ...decomps.forms import BY_TARGET, FORMS, UPDATED, BatchNorm, Dialect, Form, Mode, Statistics, family_form
+from ...decomps.forms import BY_NAME, UPDATED, BatchNorm, Form, Mode, Statistics, in_eval, in_training
 from ..graph.draft import Draft
 from ..graph.journal import Removals, forget, note_of, write_note
 from ..graph.meta import carried, empty_val, set_val
@@ -27,41 +27,6 @@ aten = torch.ops.aten
 
 # What a tensor that is no state begins with.
 _MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty)")
-
-
-_BY_NAME = {form.name: form for form in FORMS}
-
-
-_LEGIT_EVAL = aten._native_batch_norm_legit_no_training
-
-
-def eval_form(form: Form) -> Form:
-    """The row that says in eval what a row says in training: itself where a flag does, else its twin.
-
-    >>> from torch_batchnorm.decomps.forms import FORMS
-    >>> eval_form(FORMS[0]).name
-    'aten._batch_norm_no_update.default'
-    """
-    if form.mode is Mode.EVAL or (form.mode is Mode.FLAG and form.statistics is Statistics.IN_PLACE):
-        return form
-    if form.dialect is Dialect.FAMILY:
-        return family_form(False, Statistics.NONE, bool(form.destinations))
-    return BY_TARGET[_LEGIT_EVAL.out if form.destinations else _LEGIT_EVAL.default][0]
-
-
-def train_form(form: Form, statistics: Statistics) -> Form:
-    """The row that says in training what a row says in eval, and hands on its statistics in this way."""
-    if form.mode is Mode.FLAG:
-        return form
-    out = bool(form.destinations)
-    if form.dialect is Dialect.FAMILY:
-        return family_form(True, Statistics.IN_PLACE if out else statistics, out)
-    if out:
-        return BY_TARGET[aten._native_batch_norm_legit.out][0]
-    functional = statistics is Statistics.OUTPUTS
-    return BY_TARGET[
-        (aten._native_batch_norm_legit_functional if functional else aten._native_batch_norm_legit).default
-    ][0]
 
 
 class Switch:
@@ -119,6 +84,10 @@ class Switch:
 
     def _unevaluable(self, site: Site) -> str:
         """Why a training site cannot be switched to eval and back, empty when it can."""
+        try:
+            in_eval(site.form)
+        except LookupError as absent:
+            return str(absent)
         if isinstance(reason := self.adds.get(site.node), str):
             return reason
         if _MADE.match(str(root_of(site.norm.running_mean).target)):
@@ -142,7 +111,7 @@ class Switch:
             statistics = dict(zip(UPDATED, (norm.running_mean, norm.running_var), strict=True))
             note["updates"] = [self._take_update(r, h, statistics[r]) for r, h in reversed(held)][::-1]
         note["counter"] = self.counters.remove(site, self.adds.get(node), self.listed)  # type: ignore[arg-type]
-        self._retarget(site, eval_form(form), training=False)
+        self._retarget(site, in_eval(form), training=False)
         write_note(node, train={key: value for key, value in note.items() if value}, frozen=None)
 
     def _take_update(self, role: str, holder: Node, statistic: Node) -> dict[str, Any]:
@@ -160,7 +129,10 @@ class Switch:
         """Switches an eval site to training; returns why that cannot be done, empty when it was."""
         note = note_of(site.node).get("train")
         statistics = self._statistics(site, note)
-        target = train_form(site.form, statistics)
+        try:
+            target = in_training(site.form, statistics, (note or {}).get("form", ""))
+        except LookupError as absent:
+            return str(absent)
         reason = site.problem or self._untouchable(site) or self._untrainable(site, target, note)
         if reason:
             return reason
@@ -182,7 +154,7 @@ class Switch:
         copied = any(update.get("copies") for update in note.get("updates") or [])
         if isinstance(self.draft.program, ExportedProgram) and not copied:
             return Statistics.IN_PLACE  # what was listed as a mutation then, was so in the other dialect
-        was = _BY_NAME.get(note.get("form", ""))
+        was = BY_NAME.get(note.get("form", ""))
         return Statistics.IN_PLACE if was is None else was.statistics
 
     def _untrainable(self, site: Site, target: Form, note: dict[str, Any] | None) -> str:
@@ -316,7 +288,7 @@ def set_field(node: Node, form: Form, field: str, value: Any) -> None:
 def _respell(node: Node, form: Form, target: Form, training: bool) -> None:
     """Writes a call as another overload; what was given by keyword stays so."""
     raw = form.given(node.args, node.kwargs)
-    values = [training if name == "training" else raw[name] for name in target.arguments]
+    values = [training if n == "training" else raw.get(n, target.extras.get(n)) for n in target.arguments]
     outs = {name: raw[form.destinations[role]] for role, name in target.destinations.items()}
     by_position = {*form.arguments[: len(node.args)]}
     if "momentum" in by_position:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
 
+from ...decomps.forms import in_eval
 from ...errors import InvalidChoice
 from ..graph.draft import Draft
 from ..graph.journal import forget, note_of, write_note
@@ -17,7 +18,7 @@ from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Declined, Edit, Program, Result
 from ..rewriting.site import Site, find_nodes, find_sites
 from .dropouts import Random, find_random, start, stop
-from .flipping import Switch, eval_form
+from .flipping import Switch
 
 MODES = ("eval", "train")
 
@@ -88,7 +89,7 @@ class SwitchMode:
                 declined.append(_declined(site, reason))
             else:
                 edits.append(
-                    Edit(site.name, site.module, f"{site.form.name} (train)", f"{eval_form(site.form).name} (eval)")
+                    Edit(site.name, site.module, f"{site.form.name} (train)", f"{in_eval(site.form).name} (eval)")
                 )
         for drawing in random:
             if drawing.training:

@@ -10,19 +10,30 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, GRADS, UPDATED, BatchNorm, Form, Gradient
+from ...decomps.forms import (
+    GRADIENT_BY_TARGET,
+    GRADS,
+    UPDATED,
+    BatchNorm,
+    Dialect,
+    Form,
+    Gradient,
+    Statistics,
+    nearest,
+    row_in,
+)
+from ...decomps.outputs import returned
 from ..graph.draft import Draft
 from ..graph.effects import accesses, cast_of, transparent
 from ..graph.meta import empty_val, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
 from ..graph.result import Declined, Edit, Program, Result
-from ..rewriting.consolidation import family_target
 from ..rewriting.site import Site, read_gradient, read_site
 from ..rewriting.writing import wire_reserve, write_gradient, write_site
 from .chains import Chain, hold, live
 from .recognition import Candidate, find_forwards, find_gradients
-from .reference import WHOLE, References, saved_dtype
+from .reference import WHOLE, References
 
 aten = torch.ops.aten
 
@@ -203,16 +214,17 @@ def _place(chain: Chain) -> tuple[Node, Node]:
 
 def _raise_forward(draft: Draft, chain: Chain, path: str) -> Edit:
     norm: Any = chain.norm
-    form = _core_form(norm)
+    statistics = Statistics.NONE if norm.running_mean is None else Statistics.OUTPUTS
+    form = nearest(Dialect.CORE, norm.training, statistics, out=False)  # it does without weights and statistics
     input = norm.input.meta["val"]
-    saved = empty_val(input, (input.shape[1],), saved_dtype(norm))
+    saved = empty_val(input, (input.shape[1],), returned(norm, "save_mean", val_of)[1])
     vals = {"out": chain.outputs["out"][0].meta["val"], "save_mean": saved, "save_invstd": saved}
     for role, statistic in zip(UPDATED, (norm.running_mean, norm.running_var), strict=True):
         vals[role] = None if statistic is None else empty_val(input, (input.shape[1],), statistic.meta["val"].dtype)
     name = chain.outputs["out"][0].name
     call = _write(chain, form, [vals[role] for role in form.roles])
     site = read_site(call, path)
-    target = family_target(form, site.norm, draft.functional)
+    target = row_in(Dialect.FAMILY, form, site.norm, draft.functional)
     write_site(draft, site, site.norm, target)
     return Edit(f"{path}.{name}" if path else name, site.module, ELEMENTARY, target.name)
 
@@ -227,15 +239,6 @@ def _raise_gradient(draft: Draft, chain: Chain, path: str) -> tuple[Edit, Node, 
     written = write_gradient(draft, site, site.norm, _GRADIENT)
     edit = Edit(f"{path}.{name}" if path else name, site.module, ELEMENTARY, _GRADIENT.name)
     return edit, written, site.norm
-
-
-def _core_form(norm: BatchNorm) -> Form:
-    """What was decomposed: the core ATen overload, which does without weights and statistics."""
-    if not norm.training:
-        return BY_TARGET[aten._native_batch_norm_legit_no_training.default][0]
-    if norm.running_mean is None:
-        return BY_TARGET[aten._native_batch_norm_legit.no_stats][0]
-    return BY_TARGET[aten._native_batch_norm_legit_functional.default][0]
 
 
 def _write(chain: Chain, form: Form, vals: list[Any]) -> Node:

@@ -11,7 +11,8 @@ from torch._decomp.decompositions import native_batch_norm_backward, native_batc
 from torch.fx import Node
 
 from ...decomps import formula
-from ...decomps.forms import FIELDS, GRADS, HALF, SAVED, UPDATED, BatchNorm, Gradient
+from ...decomps.forms import FIELDS, GRADS, SAVED, UPDATED, BatchNorm, Gradient
+from ...decomps.outputs import returned
 from ..graph.effects import cast_of
 from ..graph.meta import val_of
 from ..graph.tracing import trace
@@ -100,12 +101,8 @@ EMITTERS: Mapping[str, Mapping[type, Callable[[Any], dict[str, torch.Tensor]]]] 
 
 
 def saved_dtype(norm: BatchNorm | Gradient) -> torch.dtype:
-    """The dtype of what the family saves of a record of nodes: its parameters', on CPU; elsewhere float32 for half."""
-    given = [val for f in PARAMETERS if (val := val_of(getattr(norm, f, None))) is not None]
-    input = norm.input.meta["val"]
-    dtype = given[0].dtype if given else input.dtype
-    half = dtype in HALF
-    return torch.float32 if half and input.device.type != "cpu" else dtype
+    """The dtype of what the family saves of a record of nodes."""
+    return returned(norm, "save_invstd", val_of)[1]
 
 
 class References:

@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from ...decomps.forms import GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, Statistics, family_form
+from ...decomps.forms import GRADIENT_BY_TARGET, Dialect, Form, Gradient, row_in
 from ..graph.draft import Draft
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
@@ -115,16 +115,9 @@ def _plan_forward(site: Site, inputs: Inputs | None) -> Form | str:
     """What a site becomes, or why not. inputs: what the program takes when it is functional, else None."""
     if site.form.dialect is Dialect.FAMILY:
         return site.form
-    return site.problem or _refuse_family(site, inputs) or family_target(site.form, site.norm, inputs is not None)
-
-
-def family_target(form: Form, norm: BatchNorm, functional: bool) -> Form:
-    """The family's row for a record: in place where the form writes and the program may, else functional."""
-    out = bool(form.destinations)
-    if not norm.training:
-        return family_form(False, Statistics.NONE, out)
-    writes = norm.running_mean is not None and form.statistics is Statistics.IN_PLACE and not functional
-    return family_form(True, Statistics.IN_PLACE if writes or out else Statistics.OUTPUTS, out)
+    if reason := site.problem or _refuse_family(site, inputs):
+        return reason
+    return row_in(Dialect.FAMILY, site.form, site.norm, inputs is not None, out=bool(site.form.destinations))
 
 
 def _refuse_family(site: Site, inputs: Inputs | None) -> str:

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...decomps.forms import BY_TARGET, UPDATED, Statistics, family_form
+from ...decomps.forms import BY_TARGET, UPDATED, Dialect, Statistics, nearest
 from ..graph.draft import Draft
 from ..graph.effects import may_alias
 from ..graph.result import Log, Reason
@@ -36,7 +36,7 @@ def to_training(draft: Draft, log: Log) -> Reason:
     mutated = {placeholder for placeholder, _ in pairs}
     for site in find_sites(draft.graphs):
         if _ends_with_its_update(site, mutated, returned):
-            target = family_form(True, Statistics.IN_PLACE, out=False)
+            target = nearest(Dialect.FAMILY, True, Statistics.IN_PLACE, out=False)
             log.edit(site, site.form.name, target.name)
             write_site(draft, site, site.norm, target)
     for placeholder, value in pairs:

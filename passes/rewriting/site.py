@@ -12,10 +12,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, Statistics, form_of
+from ...decomps.outputs import NEUTRAL
 from ..graph.journal import note_of
-
-# What stands in for a missing tensor without changing a number.
-NEUTRAL = {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1}
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ...decomps.backends.rules import Backend
-from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Form, Statistics
-from .consolidation import family_target
+from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect, Form, row_in
 from .site import Site
 
 aten = torch.ops.aten
@@ -22,19 +21,12 @@ def row_of(overload: Any) -> Form:
 
 
 def _family(site: Site, functional: bool) -> Form:
-    return family_target(site.form, site.norm, functional)
+    return row_in(Dialect.FAMILY, site.form, site.norm, functional, out=bool(site.form.destinations))
 
 
 def _core(site: Site, functional: bool) -> Form:
     """What `run_decompositions()` emits; where the program may write in place, the op that admits its write."""
-    norm = site.norm
-    if not norm.training:
-        return row_of(aten._native_batch_norm_legit_no_training.default)
-    if norm.running_mean is None:
-        return row_of(aten._native_batch_norm_legit.no_stats)
-    functional = functional or site.form.statistics is Statistics.OUTPUTS
-    legit = aten._native_batch_norm_legit_functional if functional else aten._native_batch_norm_legit
-    return row_of(legit.default)
+    return row_in(Dialect.CORE, site.form, site.norm, functional)
 
 
 def _native(site: Site, functional: bool) -> Form:

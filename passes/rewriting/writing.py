@@ -5,17 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ...decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics, like_of
+from ...decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
+from ...decomps.outputs import fill, like_of, returned
 from ..graph.draft import Draft
 from ..graph.journal import ORIGIN, note_of
 from ..graph.meta import carried, empty_val, val_of
 from ..graph.result import Log
-from .site import NEUTRAL, Site
+from .site import Site
 
 aten = torch.ops.aten
 
@@ -47,7 +49,7 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
     """
     node = site.node
     with node.graph.inserting_before(node):
-        filled = {name: _fill(norm, node, name) for name in norm.missing if name in target.required}
+        filled: dict[str, Any] = {name: _fill(norm, node, name) for name in norm.missing if name in target.required}
         spelled = (
             replace(norm, **filled, out=_destinations(norm, node, target)) if filled or target.destinations else norm
         )
@@ -211,16 +213,14 @@ def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor 
 
 def _fill(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
     """The neutral [C] tensor for a missing weight, bias or statistic, of the dtype of those that are there."""
-    like = like_of(norm)
     input_val, graph = val_of(norm.input), node.graph
     channels: Any = None if input_val is None else input_val.shape[1]
     size = channels
     if type(channels) is not int:
         size = _call(graph, aten.sym_size.int, (norm.input, 1))
         size.meta = carried(node, channels)
-    make = (aten.new_zeros.default, aten.new_ones.default)[NEUTRAL[name]]
-    filled = _call(graph, make, (like, [size]))
-    filled.meta = carried(node, None if channels is None else _empty_like(like, (channels,)))
+    filled: Node = fill(norm, name, size, partial(_call, graph))
+    filled.meta = carried(node, None if channels is None else _empty_like(like_of(norm), (channels,)))
     return filled
 
 
@@ -262,12 +262,8 @@ def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: 
     if role in known and (spelled.training or role == "out"):
         return known[role]  # type: ignore[no-any-return]
     out = known["out"]
-    if role == "reserve":
-        return draft.fake(out, 0, torch.uint8)
-    like = next((t for t in (spelled.running_mean, spelled.weight, spelled.bias) if t is not None), None)
-    statistic = None if like is None else val_of(like)
-    unsaved = not spelled.training and out.device.type == "cpu"
-    return draft.fake(out, 0 if unsaved else out.shape[1], out.dtype if statistic is None else statistic.dtype)
+    (size,), dtype = returned(spelled, role, lambda node: out if node is spelled.input else val_of(node))
+    return draft.fake(out, size, dtype)
 
 
 def _copied(field: str) -> Callable[[Node, BatchNorm], None]:

@@ -10,12 +10,13 @@ from torch_batchnorm.decomps.forms import (
     GRADIENTS,
     GRADS,
     BatchNorm,
+    Dialect,
     Gradient,
     Mode,
     Statistics,
     _by_target,
-    family_form,
     form_of,
+    nearest,
 )
 
 HELPERS = ("_elemt", "_reduce", "_gather_stats", "_gather_stats_with_counts", "_update_stats", "_stats")
@@ -61,6 +62,7 @@ def test_row_reads_what_it_writes_by_position_and_by_keyword(form):
         momentum="momentum",
         eps="eps",
         out={role: f"into_{role}" for role in form.destinations},
+        extras={name: f"given {name}" for name in form.extras},
     )
     args, kwargs = form.write(norm)
     assert form.read(args, kwargs) == norm
@@ -78,6 +80,7 @@ def test_gradient_row_reads_what_it_writes_by_position_and_by_keyword(form):
         training=True,
         eps="eps",
         out={role: f"into_{role}" for role in form.destinations},
+        extras={name: f"given {name}" for name in form.extras},
     )
     args, kwargs = form.write(norm)
     assert len(form.roles) == len(form.overload._schema.returns)
@@ -89,11 +92,11 @@ def test_gradient_row_reads_what_it_writes_by_position_and_by_keyword(form):
 
 def test_the_family_has_an_overload_for_every_mode():
     names = [
-        family_form(True, Statistics.IN_PLACE, False).name,
-        family_form(True, Statistics.IN_PLACE, True).name,
-        family_form(True, Statistics.OUTPUTS, False).name,
-        family_form(False, Statistics.NONE, False).name,
-        family_form(False, Statistics.NONE, True).name,
+        nearest(Dialect.FAMILY, True, Statistics.IN_PLACE, False).name,
+        nearest(Dialect.FAMILY, True, Statistics.IN_PLACE, True).name,
+        nearest(Dialect.FAMILY, True, Statistics.OUTPUTS, False).name,
+        nearest(Dialect.FAMILY, False, Statistics.NONE, False).name,
+        nearest(Dialect.FAMILY, False, Statistics.NONE, True).name,
     ]
     assert names == [
         "aten._batch_norm_with_update.default",
@@ -103,7 +106,7 @@ def test_the_family_has_an_overload_for_every_mode():
         "aten._batch_norm_no_update.out",
     ]
     with pytest.raises(LookupError, match="no overload"):
-        family_form(True, Statistics.OUTPUTS, True)
+        nearest(Dialect.FAMILY, True, Statistics.OUTPUTS, True)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
