@@ -29,6 +29,7 @@ from programs import (
 )
 from torch_batchnorm import FORMS, SwitchMode
 from torch_batchnorm.decomps.forms import Mode, Statistics
+from torch_batchnorm.passes.rewriting.site import find_sites
 
 aten = torch.ops.aten
 X = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
@@ -392,7 +393,7 @@ def test_every_form_to_eval_and_back(form, keywords):
     module = call_graph(form, True, keywords=keywords, unread=unread)
     found = switched(module, "eval")
     assert (len(found.edits), found.declined) == (1, ())
-    (site,) = tbn.passes.site.find_sites([("", found.program.graph)])
+    (site,) = find_sites([("", found.program.graph)])
     assert (site.norm.training, site.norm.eps, site.norm.momentum) == (False, 1e-5, 0.1)
     assert nodes(switched(found.program, "train").program) == nodes(module)
     if torch.device("cpu") and not form.name.startswith(("aten.cudnn", "aten.miopen")) and not form.destinations:
@@ -407,7 +408,7 @@ def test_every_eval_form_trains(form):
     unread = [role for role in form.roles if role.startswith("save") or role in ("reserve", "impl_index")]
     found = switched(call_graph(form, False, unread=unread), "train")
     assert (len(found.edits), found.declined) == (1, ())
-    (site,) = tbn.passes.site.find_sites([("", found.program.graph)])
+    (site,) = find_sites([("", found.program.graph)])
     assert (site.norm.training, site.form.mode in (Mode.TRAIN, Mode.FLAG)) == (True, True)
 
 
