@@ -62,7 +62,7 @@ class Affine:
         """Whether it computes the same, to the bit."""
         return torch.equal(self.scale, other.scale) and torch.equal(self.shift, other.shift)
 
-    def lost(self, bias: Tensor, dtype: torch.dtype) -> float:
+    def lost(self, bias: Tensor | float, dtype: torch.dtype) -> float:
         """What taking this into a layer with that bias loses by rounding, in standard deviations of the worst channel.
 
         Folded, the layer adds up scale * (x - bias) and a bias of scale * (bias - mean), which cancel: each of them is

@@ -1,123 +1,190 @@
-"""Channels through a graph: which channel of a batch norm is which entry of a tensor before or behind it."""
+"""How ops pass the channels of a batch norm on: which entry is which channel, and TRANSFERS, a row for all that do it
+alike.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ...decomps.affine import wide
-from ..graph.calls import arguments_of
+from ...decomps.affine import Affine, wide
+from ...decomps.ops import OP_BY_TARGET, Kind, kind_of
+from ..graph.calls import arguments_of, measures, op_of
 from ..graph.constants import State
 from ..graph.effects import cast_of
 from ..graph.meta import sizes_of, val_of
+from ..graph.result import Reason
 
 aten = torch.ops.aten
 
 
-_MOVES = {aten.permute.default, aten.transpose.int, aten.t.default}
+@dataclass(frozen=True)
+class Place:
+    """Where a walk is: at an op, which is asked how it passes the channels on.
 
-
-# These reshape, or do nothing at all: entries stay in their order.
-_ORDERED = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.contiguous.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-}
-
-
-# These repeat entries of the last dimensions, as many as their second argument has pairs.
-_PADS = {getattr(aten, f"{kind}_pad{n}d").default for kind in ("reflection", "replication") for n in (1, 2, 3)}
-
-
-_DROPOUTS = {aten.dropout.default, aten.feature_dropout.default}
-
-
-_SCALINGS = {
-    aten.add.Tensor: "add",
-    aten.add.Scalar: "add",
-    aten.sub.Tensor: "sub",
-    aten.sub.Scalar: "sub",
-    aten.mul.Tensor: "mul",
-    aten.mul.Scalar: "mul",
-    aten.div.Tensor: "div",
-    aten.div.Scalar: "div",
-    aten.rsub.Scalar: "rsub",
-    aten.neg.default: "neg",
-}
-
-
-def moved(node: Node) -> Node | None:
-    """The operand whose entries a node hands on, each one as it is, None for any other node."""
-    args = arguments_of(node)
-    source = args[0] if args else None
-    before, after = val_of(source), val_of(node)
-    if before is None or after is None:
-        return None
-    if node.target in _DROPOUTS:
-        return source if args[2:3] == [False] else None
-    if node.target is aten.pad.default:
-        return source if len(args) > 2 and args[2] != "constant" else None
-    same = cast_of(node) is not None and before.dtype == after.dtype
-    return source if same or node.target in _MOVES | _ORDERED | _PADS else None
-
-
-def upstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] | None:
-    """Where the channels along an axis of a moved tensor lie in its operand: the axis there, and the channel of each
-    entry along it. None when no one axis tells them apart.
+    came: where the walk comes from, up a reader of the op's result, down its operand. axis: the dimension of the value
+    between the two along which the channels lie. affine: what is to be folded, in these channels. within: of which
+    concatenations this is a branch, for reasons.
     """
-    moves = _axes(node)
-    if moves is not None:
-        return (moves[axis], _range(channels)) if axis < len(moves) else None
-    return _aligned(val_of(node), axis, channels, val_of(arguments_of(node)[0]))
+
+    node: Node
+    came: Node
+    axis: int
+    affine: Affine
+    within: str = ""
 
 
-def downstream(node: Node, axis: int, channels: int) -> tuple[int, torch.Tensor] | None:
-    """As `upstream`, from the operand to the moved tensor."""
-    moves = _axes(node)
-    if moves is not None:
-        return (moves.index(axis), _range(channels)) if axis in moves else None
-    return _aligned(val_of(arguments_of(node)[0]), axis, channels, val_of(node))
+# Where a walk goes on, why it does not, or None where an op passes no channels on at all.
+Onward = list[Place] | Reason | None
 
 
-def _range(size: int) -> torch.Tensor:
-    return torch.arange(size, device="cpu")
+def readers(values: Iterable[Node], axis: int, affine: Affine) -> list[Place] | Reason:
+    """The places below some values."""
+    found = [Place(user, value, axis, affine) for value in values for user in value.users if not measures(user, value)]
+    return found or Reason("its output is returned as it is")
 
 
-def _axes(node: Node) -> list[int] | None:
-    """For each axis of a permuted tensor the one of its operand, of a padded tensor those that are not padded; None for
-    what keeps the order of the entries.
+@dataclass(frozen=True)
+class Moves:
+    """Ops that hand on the entries of their first operand as they are, in other places, some of them repeated.
+
+    ops: their kinds in OPS, which says where axes go too. when: which calls are such, of their arguments by name.
     """
-    args, ndim = arguments_of(node), node.meta["val"].ndim
-    axes: list[int] = list(range(ndim))
-    if node.target in _PADS or node.target is aten.pad.default:
-        return axes[: ndim - len(args[1]) // 2]
-    if node.target not in _MOVES:
+
+    ops: tuple[Any, ...]
+    when: Callable[[Node, list[Any]], bool] = lambda node, args: True
+
+    def onward(self, state: State, at: Place, up: bool) -> Onward:
+        """From the result to the operand, or back."""
+        node, args, moved = at.node, arguments_of(at.node), OP_BY_TARGET[at.node.target]
+        before, after = val_of(args[0] if args else None), val_of(node)
+        if before is None or after is None or not self.when(node, args):
+            return None
+        channels = at.affine.scale.numel()
+        if moved.axes is not None:
+            found = permuted(moved.axes(args, after.ndim), at.axis, channels, up)
+        else:
+            found = aligned(after if up else before, at.axis, channels, before if up else after)
+        if found is None:
+            return Reason(f"{node.name} ({node.target}) mixes its channels with other dimensions")
+        axis, affine = found[0], at.affine.take(found[1])
+        return [replace(at, node=args[0], came=node, axis=axis, affine=affine)] if up else readers([node], axis, affine)
+
+
+@dataclass(frozen=True)
+class Joins:
+    """Concatenations: up, every operand takes its part of the channels. Down, each would have to be folded as well."""
+
+    ops: tuple[Any, ...]
+
+    def onward(self, state: State, at: Place, up: bool) -> Onward:
+        """Up, every operand."""
+        if not up:
+            return None
+        node, args = at.node, arguments_of(at.node)
+        tensors, dim = args[0], args[1] if len(args) > 1 else 0
+        known = [val for val in map(val_of, tensors) if val is not None and val.ndim > at.axis]
+        if len(known) < len(tensors) or dim % known[0].ndim != at.axis:
+            return Reason(f"{node.name} does not concatenate along its channels")
+        if len(set(tensors)) < len(tensors):
+            return Reason(f"{node.name} concatenates a tensor with itself")
+        sizes = [sizes_of(val.shape)[at.axis] for val in known]
+        if any(type(size) is not int for size in sizes):
+            return Reason(f"{node.name} concatenates numbers of channels that are not known")
+        found, begin, within = [], 0, f"{at.within}of {node.name}, "
+        for tensor, size in zip(tensors, sizes, strict=True):
+            part = at.affine.take(slice(begin, begin + size))
+            found.append(Place(tensor, node, at.axis, part, within))
+            begin += size
+        return found
+
+
+Algebra = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Ops that apply a constant scale and shift to each channel of one operand, given the other one and alpha.
+
+    first, second: the scale and the shift, where the value is the first operand, and the second one.
+    """
+
+    ops: tuple[str, ...]
+    first: Algebra
+    second: Algebra | None = None
+
+    def onward(self, state: State, at: Place, up: bool) -> Onward:
+        """Up, the operand that is scaled; down, a scale right behind a batch norm is a part of it already."""
+        for source in (node for node in at.node.all_input_nodes if up and node in at.node.args):
+            step = self.step(state, at.node, source, at.axis, at.affine.scale.numel())
+            if step is not None:
+                affine = at.affine.behind(*step)
+                if not affine.finite:
+                    return Reason(f"with {at.node.name} before it, its scale is not finite")
+                return [replace(at, node=source, came=at.node, affine=affine)]
         return None
-    if node.target is aten.permute.default:
-        return [d % ndim for d in args[1]]
-    if node.target is aten.t.default:
-        return axes[::-1]
+
+    def step(self, state: State, node: Node, value: Node, axis: int, channels: int) -> tuple[Tensor, Tensor] | None:
+        """The scale and the shift, [C] in float64, that a node applies to a value, None when it is another function."""
+        before, after, args = val_of(value), val_of(node), arguments_of(node)
+        if before is None or after is None or before.dtype != after.dtype or args[0] in args[1:2]:
+            return None
+        if not (same_sizes(before.shape, after.shape) and same_sizes(before.stride(), after.stride())):
+            return None
+        algebra = self.first if args[0] is value else self.second
+        other = args[1 if args[0] is value else 0] if len(args) > 1 else 0
+        rate = args[2] if len(args) > 2 else 1
+        number = _channelwise(state, other, before.ndim - 1 - axis, channels)
+        if algebra is None or number is None or type(rate) not in (int, float):
+            return None
+        one = torch.ones(channels, dtype=torch.float64, device="cpu")
+        scale, shift = algebra(number, rate)
+        return scale * one, shift * one
+
+
+def _channelwise(state: State, other: Any, axis: int, channels: int) -> Tensor | None:
+    """A number, or a constant of one value a channel, as [C] in float64. The axis counts from the right."""
+    if type(other) in (int, float):
+        return torch.full((channels,), float(other), dtype=torch.float64, device="cpu")
+    val = val_of(other)
+    if val is None or val.is_complex():
+        return None
+    long = [(val.ndim - 1 - i, size) for i, size in enumerate(sizes_of(val.shape)) if size != 1]
+    constant = state.constant(other) if long in ([], [(axis, channels)]) else ""
+    return None if isinstance(constant, str) else wide(constant.value()).reshape(-1).expand(channels)
+
+
+def _keeps_dtype(node: Node, args: list[Any]) -> bool:
+    before, after = val_of(args[0]), val_of(node)
+    return cast_of(node) is not None and before is not None and after is not None and before.dtype == after.dtype
+
+
+def _swapped(args: list[Any], ndim: int) -> list[int]:
+    axes = list(range(ndim))
     a, b = (d % ndim for d in args[1:3])
     axes[a], axes[b] = axes[b], axes[a]
     return axes
 
 
-def _aligned(have: Any, axis: int, channels: int, want: Any) -> tuple[int, torch.Tensor] | None:
-    """The axis of `want`, the same entries in another shape, along which the channels of `have` lie.
+def permuted(axes: Sequence[int], axis: int, channels: int, up: bool) -> tuple[int, Tensor] | None:
+    """As `aligned`, for what moves whole dimensions: axes holds, for each dimension of the result, that of its operand;
+    the last ones are left out where their entries are repeated. up: from the result to the operand.
+    """
+    if axis not in (range(len(axes)) if up else axes):
+        return None
+    return axes[axis] if up else axes.index(axis), _range(channels)
+
+
+def aligned(have: Tensor, axis: int, channels: int, want: Tensor) -> tuple[int, Tensor] | None:
+    """The dimension of `want`, the same entries in another shape, along which the channels of `have` lie, and the
+    channel of each entry along it; None when no one dimension tells them apart.
 
     An entry's channel is (place // entries to the right of the axis) % channels; along an axis of `want` with fewer
     entries to its right that is known when the axis covers whole rounds of the channels.
@@ -134,7 +201,11 @@ def _aligned(have: Any, axis: int, channels: int, want: Any) -> tuple[int, torch
     return at, _range(size) // repeat % channels
 
 
-def _quotient(many: Any, few: Any) -> int | None:
+def _range(size: int) -> Tensor:
+    return torch.arange(size, device="cpu")  # whatever the default device is
+
+
+def _quotient(many: Sequence[Any], few: Sequence[Any]) -> int | None:
     """How many times the product of some sizes is that of others, None when that is no whole number or not known."""
     if all(type(size) is int for size in (*many, *few)):
         whole, part = math.prod(many), math.prod(few)
@@ -142,7 +213,7 @@ def _quotient(many: Any, few: Any) -> int | None:
     return 1 if statically_known_true(math.prod(many) == math.prod(few)) else None
 
 
-def same_sizes(a: Any, b: Any) -> bool:
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes, or strides, are known to be equal, without a guard on what is dynamic."""
     if len(a) != len(b):
         return False
@@ -150,7 +221,7 @@ def same_sizes(a: Any, b: Any) -> bool:
     return all(x == y if type(x) is type(y) is int else statically_known_true(x == y) for x, y in pairs)
 
 
-def format_of(val: torch.Tensor) -> torch.memory_format | None:
+def format_of(val: Tensor) -> torch.memory_format | None:
     """The memory format that a tensor lies in, dense; None when it is another layout."""
     formats: dict[torch.memory_format, tuple[int, ...]] = {torch.contiguous_format: tuple(range(val.ndim))}
     if val.ndim in (4, 5):
@@ -165,42 +236,45 @@ def format_of(val: torch.Tensor) -> torch.memory_format | None:
     return None
 
 
-def scaling(
-    state: State, node: Node, value: Node, axis: int, channels: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The scale and the shift, [C] in float64, that a node applies to a value channel by channel, else None."""
-    kind = _SCALINGS.get(node.target)  # type: ignore[call-overload]
-    before, after = val_of(value), val_of(node)
-    if kind is None or before is None or after is None:
-        return None
-    alike = same_sizes(before.shape, after.shape) and same_sizes(before.stride(), after.stride())
-    args = arguments_of(node) if kind != "neg" else [0, *arguments_of(node)]
-    if before.dtype != after.dtype or not alike or args[0] is args[1]:
-        return None
-    left, rate = args[0] is value, args[2] if len(args) > 2 else 1
-    number = _channelwise(state, args[1 if left else 0], before.ndim - 1 - axis, channels)
-    if number is None or type(rate) not in (int, float) or (kind == "div" and not left):
-        return None
-    one = torch.ones(channels, dtype=torch.float64, device="cpu")
-    if kind in ("mul", "div"):
-        return (number if kind == "mul" else one / number), 0 * one
-    if kind == "rsub":  # number - rate * value
-        return -rate * one, number
-    sign = 1 if kind == "add" else -1
-    return (one, sign * rate * number) if left else (sign * rate * one, number)
+# How an op passes channels on, by its kind in OPS, by its name where that is SCALING, by overload where it has none.
+# x: the operand; c: the other one, a constant.
+TRANSFERS: tuple[Moves | Joins | Scales, ...] = (
+    Moves((Kind.ALIAS, Kind.RESHAPE, Kind.PERMUTE)),
+    Moves((Kind.CAST,), lambda node, args: cast_of(node) is not None and _dtype(args[0]) == _dtype(node)),
+    # What drops nothing in eval hands its operand on.
+    Moves((Kind.DRAW,), lambda node, args: OP_BY_TARGET[node.target].idle and args[2:3] == [False]),
+    # Repeated entries are in the channel that they were in; zeros are in none.
+    Moves((Kind.PAD,), lambda node, args: node.target is not aten.pad.default or args[2:3] not in ([], ["constant"])),
+    Joins((aten.cat.default, aten.concat.default, aten.concatenate.default)),
+    Scales(("add",), lambda c, alpha: (1, alpha * c), lambda c, alpha: (alpha, c)),  # x + alpha * c, c + alpha * x
+    Scales(("sub",), lambda c, alpha: (1, -alpha * c), lambda c, alpha: (-alpha, c)),  # x - alpha * c, c - alpha * x
+    Scales(("rsub",), lambda c, alpha: (-alpha, c)),  # c - alpha * x
+    Scales(("neg",), lambda c, alpha: (-1, 0)),
+    Scales(("mul",), lambda c, alpha: (c, 0), lambda c, alpha: (c, 0)),
+    Scales(("div",), lambda c, alpha: (1 / c, 0)),  # x / c; c / x is no such function
+)
 
 
-def _channelwise(state: State, other: Any, axis: int, channels: int) -> torch.Tensor | None:
-    """A number, or a constant of one value a channel, as [C] in float64. The axis counts from the right."""
-    if type(other) in (int, float):
-        return torch.full((channels,), float(other), dtype=torch.float64, device="cpu")
-    val = val_of(other)
-    if val is None or val.is_complex():
-        return None
-    long = [(val.ndim - 1 - i, size) for i, size in enumerate(sizes_of(val.shape)) if size != 1]
-    if long not in ([], [(axis, channels)]):
-        return None
-    constant = state.constant(other)
-    if isinstance(constant, str):
-        return None
-    return wide(constant.value()).reshape(-1).expand(channels)
+def _dtype(node: Node) -> torch.dtype:
+    return node.meta["val"].dtype  # type: ignore[no-any-return]
+
+
+def _by_op() -> dict[Any, Moves | Joins | Scales]:
+    found: dict[Any, Moves | Joins | Scales] = {}
+    for row in TRANSFERS:
+        for op in row.ops:
+            if op in found:
+                raise ValueError(f"two rows of TRANSFERS describe {op}: {found[op]} and {row}")
+            found[op] = row
+    return found
+
+
+_BY_OP = _by_op()
+
+
+def transfer_of(node: Node) -> Moves | Joins | Scales | None:
+    """The row of what a node calls, None where it passes no channels on."""
+    kind = kind_of(node.target)
+    if kind is Kind.SCALING:
+        return _BY_OP[op_of(node)]
+    return _BY_OP.get(kind) if kind is not None else _BY_OP.get(node.target) if node.op == "call_function" else None

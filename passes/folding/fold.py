@@ -15,12 +15,12 @@ from ..graph.draft import Draft
 from ..graph.meta import sizes_of, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps, flag
-from ..graph.result import Declined, Edit, Program, Result
+from ..graph.result import Log, Program, Reason, Result
 from ..rewriting.site import Site, find_nodes, find_sites
 from .channels import same_sizes
-from .plan import Options, Plan
+from .plan import Plan
 from .weights import EXPECTED
-from .writing import Absorbing, returned_as_they_are
+from .writing import Writing, returned_as_they_are
 
 ALONE = ("leave", "multiply_add", "depthwise")
 
@@ -75,58 +75,67 @@ class Fold:
         return result
 
     def _folded(self, program: Program) -> Result:
-        draft = Draft(program, self.inplace)
+        draft, log = Draft(program, self.inplace), Log()
         sites = list(find_sites(draft.graphs))
         state = State(draft, unchanged={node for site in sites for node in returned_as_they_are(site)})
-        trains = any(site.tracks and site.norm.training is not False for site in sites)
-        refused = {site.node: why for site in sites if (why := self._obstacle(site, trains))}
-        options = Options(self.clone_calls, self.clone_weights, self.alone, self.force, self.float32_above)
-        plan = Plan(draft, state, [site for site in sites if site.node not in refused], options)
-        refused |= plan.refused
-        declined = [Declined(s.name, s.module, s.form.name, refused[s.node]) for s in sites if s.node in refused]
-        edits = [Edit(s.name, s.module, s.form.name, plan.told(s)) for s in sites if s.node not in refused]
-        if edits:
-            Absorbing(draft, state, plan).write(self.keep_state)
-        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
-
-    def _obstacle(self, site: Site, trains: bool) -> str:
-        """Why a site is no constant scale and shift, empty when it may be one."""
-        norm = site.norm
-        if site.problem or norm is None:
-            return site.problem + ("" if norm is None else quantization(norm.input))
-        if norm.training:
-            if norm.running_mean is None:
-                return "it has no running statistics: its batch's are its meaning"
-            return "it normalises with its batch's statistics: switch the program to eval first"
-        if trains and not self.force:
-            return "it is frozen in a program that trains, and folding changes what weights learn: switch to eval first"
-        used = [role for role in site.outputs if role not in ("out", *UPDATED) and site.used(role)]
-        if used:
-            return f"its {', '.join(used)} {'is' if len(used) == 1 else 'are'} in use"
-        if not site.used("out") and not norm.out:
-            return "nothing reads its output"
-        val = val_of(norm.input)
-        if norm.out and (reason := _unwritable(site)):
-            return reason
-        if val is None or any(val_of(head) is None for head in site.outputs["out"]):
-            return "the graph keeps no shapes (no val): trace it with fake tensors"
-        channels = sizes_of(val.shape)[1]
-        if type(channels) is not int or not channels:
-            return f"its input has {channels} channels, expected a known number"
-        if val.dtype not in LIMITS:
-            return f"its input is {val.dtype}, {EXPECTED}"
-        return ""
+        trains = any(site.tracks and site.norm.training is not False for site in sites) and not self.force
+        refused = {s: _refuse_mode(s, trains) or _refuse_outputs(s) or _refuse_input(s) for s in sites}
+        plan = Plan(draft, state, [site for site in sites if not refused[site]], self)
+        for site in sites:
+            if site in plan.decided:
+                log.edit(site, site.spelling, plan.told(site))
+            else:
+                log.decline(site, refused[site] or plan.refused[site])
+        if log.edits:
+            Writing(draft, state, plan).write()
+        return log.result(draft.build() if log.edits else program)
 
 
-def _unwritable(site: Site) -> str:
+def _refuse_mode(site: Site, trains: bool) -> Reason:
+    """Why a site is no constant scale and shift, or is to stay one that is not folded."""
+    norm = site.norm
+    if site.problem or norm is None:
+        return Reason(site.problem + ("" if norm is None else quantization(norm.input)))
+    if norm.training and norm.running_mean is None:
+        return Reason("it has no running statistics: its batch's are its meaning")
+    if norm.training:
+        return Reason("it normalises with its batch's statistics", "switch the program to eval first")
+    if trains:  # its outputs would be the same, what weights learn would not
+        frozen = "it is frozen in a program that trains, and folding changes what weights learn"
+        return Reason(frozen, "switch the program to eval first")
+    return Reason()
+
+
+def _refuse_outputs(site: Site) -> Reason:
+    """Why something else cannot stand for what a site in eval returns."""
+    used = [role for role in site.outputs if role not in ("out", *UPDATED) and site.used(role)]
+    if used:
+        return Reason(f"its {', '.join(used)} {'is' if len(used) == 1 else 'are'} in use")
+    if not site.used("out") and not site.norm.out:
+        return Reason("nothing reads its output")
+    return _refuse_copy(site) if site.norm.out else Reason()
+
+
+def _refuse_input(site: Site) -> Reason:
+    """Why the channels of a site are not known, or not in numbers that can be folded."""
+    val = val_of(site.norm.input)
+    if val is None or any(val_of(head) is None for head in site.outputs["out"]):
+        return Reason("the graph keeps no shapes (no val)", "trace it with fake tensors")
+    channels = sizes_of(val.shape)[1]
+    if type(channels) is not int or not channels:
+        return Reason(f"its input has {channels} channels, expected a known number")
+    return Reason() if val.dtype in LIMITS else Reason(f"its input is {val.dtype}, {EXPECTED}")
+
+
+def _refuse_copy(site: Site) -> Reason:
     """Why what stands for a site cannot be copied to its out argument instead."""
     saved = [place for role, place in site.norm.out.items() if role != "out"]
     if any(set(place.users) != {site.node} for place in saved):
-        return "its saved statistics are read back from an out argument"
+        return Reason("its saved statistics are read back from an out argument")
     have, want = val_of(site.norm.out["out"]), val_of(site.norm.input)
     if have is None or want is None or have.dtype != want.dtype or not same_sizes(have.shape, want.shape):
-        return "its out argument may be resized: allocate it in full"
-    return ""
+        return Reason("its out argument may be resized", "allocate it in full")
+    return Reason()
 
 
 def fold(

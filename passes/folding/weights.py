@@ -1,10 +1,10 @@
-"""Targets: the calls of layers that batch norms go into, and the weights that come of it."""
+"""The layers that batch norms go into, and the weights that come of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ...decomps.forms import HALF
 from ...decomps.layers import LAYER_BY_TARGET, Layer, LayerForm
 from ..graph.constants import Constant, State
 from ..graph.meta import val_of
+from ..graph.result import Reason
 from ..rewriting.site import Site
 
 EXPECTED = f"expected one of {', '.join(map(str, LIMITS))}"
@@ -25,8 +26,9 @@ EXPECTED = f"expected one of {', '.join(map(str, LIMITS))}"
 class Target:
     """A call of a layer that batch norms go into.
 
-    reader: None, or who gets a call of its own. intos, outs: the sites ahead of it and behind it, from the first to the
-    last, each with its affine in the channels of the layer. fresh: whether its weights are new ones beside the old.
+    reader: None, or who gets a call of its own. folds: the sites that go into it, "down" those ahead of it, "up" those
+    behind it, from the first to the last, each with its affine in the channels of the layer. fresh: whether its weights
+    are new ones beside the old.
     """
 
     call: Node
@@ -35,19 +37,13 @@ class Target:
     layer: Layer
     weight: Constant
     bias: Constant | None
-    intos: list[tuple[Site, Affine]] = field(default_factory=list)
-    outs: list[tuple[Site, Affine]] = field(default_factory=list)
+    folds: dict[str, list[tuple[Site, Affine]]] = field(default_factory=lambda: {"down": [], "up": []})
     fresh: bool = False
 
-    @property
-    def into(self) -> Affine | None:
-        """All that happens to its input."""
-        return _composed(self.intos)
-
-    @property
-    def out(self) -> Affine | None:
-        """All that happens to its output."""
-        return _composed(self.outs)
+    def composed(self, way: str) -> Affine | None:
+        """All that happens to its input ("down"), or to its output ("up")."""
+        affines = [affine for _, affine in self.folds[way]]
+        return reduce(Affine.then, affines) if affines else None
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -69,59 +65,58 @@ class Target:
 
     def same(self, other: Target) -> bool:
         """Whether it gets the same weights, from tensors that are the same."""
-        ours, theirs = (self.into, self.out), (other.into, other.out)
-        alike = all(a.same(b) if a and b else a is b for a, b in zip(ours, theirs, strict=True))
+        pairs = ((self.composed(way), other.composed(way)) for way in self.folds)
+        alike = all(a.same(b) if a and b else a is b for a, b in pairs)
         read = [
             (t.weight.read, t.bias and t.bias.read, t.layer.groups, t.layer.input_first, t.dtype) for t in (self, other)
         ]
         return alike and read[0] == read[1]
 
-    def losses(self) -> Iterator[tuple[Site, str, str]]:
-        """The sites that rounding makes too much of in it, where each of them is, and why."""
-        lost = [(site, "down", affine.lost(torch.zeros((), device="cpu"), self.dtype)) for site, affine in self.intos]
+    def losses(self) -> Iterator[tuple[tuple[Site, str], Reason]]:
+        """The sites that rounding makes too much of in it, with their direction, and why."""
+        lost = [(site, "down", affine.lost(0.0, self.dtype)) for site, affine in self.folds["down"]]
         bias = self._bias()
-        for site, affine in self.outs:
+        for site, affine in self.folds["up"]:
             lost.append((site, "up", affine.lost(bias, self.dtype)))
             bias = bias * affine.scale + affine.shift
-        for site, direction, loss in lost:
-            if reason := lossy(loss, self.dtype):
-                yield site, direction, reason
+        reasons = (((site, direction), refuse_loss(loss, self.dtype)) for site, direction, loss in lost)
+        yield from ((place, reason) for place, reason in reasons if reason)
+
+    def blocked(self, reason: Reason, *directions: str) -> Iterator[tuple[tuple[Site, str], Reason]]:
+        """The sites that do not go into it after all, of some directions or of both."""
+        yield from (((site, way), reason) for way in directions or self.folds for site, _ in self.folds[way])
 
     def _bias(self) -> Tensor:
         """Its bias with what its input adds to it."""
         weight: Any = self.weight.view(self.weight.tensor.detach())
-        return bias_of(self.layer, weight, None if self.bias is None else self.bias.value(), self.into)
+        return bias_of(self.layer, weight, None if self.bias is None else self.bias.value(), self.composed("down"))
 
-    def computed(self, float32_above: int | None, force: bool) -> tuple[Tensor, Tensor] | str:
+    def computed(self, float32_above: int | None, force: bool) -> tuple[Tensor, Tensor] | Reason:
         """The new weight, like the tensor in the state, and the new bias, [out] in float64; or why the dtype of the
         weight cannot hold them.
         """
-        old, out, name = self.weight.tensor.detach(), self.out, self.weight.name
+        old, out, name = self.weight.tensor.detach(), self.composed("up"), self.weight.name
         exact = torch.float32 if float32_above is not None and old.numel() > float32_above else torch.float64
-        made = self._written(torch.empty_like(old), exact)
-        bias = self._bias()
+        made, bias = self._written(torch.empty_like(old), exact), self._bias()
         bias = bias if out is None else bias * out.scale + out.shift
         held = [tensor.to(self.dtype) for tensor in (made, bias)]
-        if not all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in held):  # quick, and seldom not
-            finite = all(bool(tensor.isfinite().all()) for tensor in held)
-            if not finite and (self.intos or self._is_finite()):
-                return f"its scale or its shift takes {name} out of the range of {self.dtype}"
+        if not _is_finite(held) and (self.folds["down"] or _is_finite(self._held())):
+            return Reason(f"its scale or its shift takes {name} out of the range of {self.dtype}")
         if self.dtype in HALF and not force:
             precise = self._written(torch.empty_like(old, dtype=torch.float64), exact)
             error, size = (self._sums(tensor) for tensor in (precise - held[0].double(), precise))
             if float((error / size.clamp_min(torch.finfo(torch.float64).tiny)).max()) > LIMITS[self.dtype]:
-                return f"its scale takes {name} below the range of {self.dtype}"
+                return Reason(f"its scale takes {name} below the range of {self.dtype}")
         return made, bias
 
-    def _is_finite(self) -> bool:
-        """Whether the weights are finite that it had."""
-        tensors = [self.weight.tensor] + ([] if self.bias is None else [self.bias.value()])
-        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    def _held(self) -> list[Tensor]:
+        """The weights that it had."""
+        return [self.weight.tensor, *([] if self.bias is None else [self.bias.value()])]
 
     def _written(self, made: Tensor, dtype: torch.dtype) -> Tensor:
         read: Any = self.weight.view(self.weight.tensor.detach())
         view: Any = self.weight.view(made)
-        write_folded(self.layer, read, view, self.into, self.out, dtype)
+        write_folded(self.layer, read, view, self.composed("down"), self.composed("up"), dtype)
         return made
 
     def _sums(self, tensor: Tensor) -> Tensor:
@@ -130,54 +125,104 @@ class Target:
         return self.layer.grouped(view).flatten(2).abs().sum(2)
 
 
-def _composed(sites: list[tuple[Site, Affine]]) -> Affine | None:
-    found: Affine | None = None
-    for _, affine in sites:
-        found = affine if found is None else found.then(affine)
+def _is_finite(tensors: list[Tensor]) -> bool:
+    """Whether all entries are finite. Their sum is, seldom without them, and quicker to make."""
+    quick = all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
+    return quick or all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def refuse_loss(lost: float, dtype: torch.dtype) -> Reason:
+    """Why a loss, in standard deviations of a channel, is too much."""
+    if lost <= LIMITS[dtype]:
+        return Reason()
+    losing = f"folding it loses {lost:.1e} standard deviations of a channel to rounding in {dtype}"
+    return Reason(f"{losing}, more than {LIMITS[dtype]:.1e}", "force=True folds it")
+
+
+def refuse_range(affine: Affine, dtype: torch.dtype) -> Reason:
+    """Why a dtype does not hold a scale and a shift to within what a fold may lose."""
+    for exact in (affine.scale, affine.shift):
+        held = exact.to(dtype)
+        off = (held.double() - exact).abs() > LIMITS[dtype] * exact.abs()
+        if not bool(held.isfinite().all()) or bool(off.any()):
+            return Reason(f"its scale and its shift are out of the range of {dtype}")
+    return Reason()
+
+
+def refuse_sharing(state: State, targets: list[Target]) -> Reason:
+    """Why layers that read a weight of theirs cannot have new ones in its place: somebody else reads it too, or they
+    fold to different ones. Sharing is seen by memory, so that tied parameters and views of one storage count.
+    """
+    if not targets:
+        return Reason()
+    name, calls = targets[0].weight.name, [target.call for target in targets]
+    found = state.readers(name)
+    others = [reader for reader in found if reader not in calls]
+    if others:
+        reason = f"{name} is read by {listed(others)} too"
+    elif len(found) > len(calls):
+        reason = f"{name} is more than the weight of {listed(calls)}"
+    elif len(found) < len(calls) or not all(targets[0].same(target) for target in targets):
+        reason = f"{name} would differ between {listed(calls)}"
+    else:
+        return Reason()
+    return Reason(reason, "clone_weights=True copies it")
+
+
+def listed(nodes: Iterable[Node]) -> str:
+    """The names of nodes, the first three of many."""
+    names = sorted({node.name for node in nodes})
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def alike(targets: list[Target]) -> list[list[Target]]:
+    """The layers that get the same new weights."""
+    found: list[list[Target]] = []
+    for target in targets:
+        group = next((g for g in found if g[0].fresh is target.fresh and g[0].same(target)), None)
+        if group is None:
+            found.append(group := [])
+        group.append(target)
     return found
 
 
-def lossy(lost: float, dtype: torch.dtype) -> str:
-    """Why a loss, in standard deviations of a channel, is too much, empty when it is not."""
-    if lost <= LIMITS[dtype]:
-        return ""
-    return (
-        f"folding it loses {lost:.1e} standard deviations of a channel to rounding in {dtype}, more than "
-        f"{LIMITS[dtype]:.1e} (force=True folds it)"
-    )
-
-
-def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds numbers in float64 to within what a fold may lose."""
-    held = tensor.to(dtype)
-    off = (held.double() - tensor).abs() > LIMITS[dtype] * tensor.abs()
-    return bool(held.isfinite().all()) and not bool(off.any())
-
-
-def target_of(state: State, call: Node, reader: Node | None) -> Target | str:
+def target_of(state: State, call: Node, reader: Node | None) -> Target | Reason:
     """A call of a layer as a target, or why its weights are not known."""
     form = LAYER_BY_TARGET[call.target]
-    operands = form.given(call.args, call.kwargs)
-    weight, val = operands[form.weight], val_of(operands[form.weight])
-    named = f"{call.name} ({call.target})"
-    if not isinstance(weight, Node) or val is None or val_of(call) is None:
-        return f"the graph keeps no shapes (no val) for {named}: trace it with fake tensors"
-    if val.dtype not in LIMITS:
-        return f"the weight of {named} is {val.dtype}, {EXPECTED}"
-    if (val.ndim == 2) is form.kernel or val.ndim < 2:
-        return f"the weight of {named} has {val.ndim} dimensions"
-    if not form.plain(call.args, call.kwargs):
-        return f"{named} scales its product or its bias (alpha, beta)"
+    if reason := _refuse_call(form, call):
+        return reason
+    val: Any = val_of(form.given(call.args, call.kwargs)[form.weight])
     layer = form.read(call.args, call.kwargs, tuple(val.shape[2:]))
-    found, bias = state.constant(weight), None if layer.bias is None else state.constant(layer.bias)
-    if isinstance(found, str) or isinstance(bias, str):
-        return found if isinstance(found, str) else str(bias)
-    if type(layer.groups) is not int or found.view(found.tensor.detach()) is None:
-        return f"the weight of {named} is a copy of {found.name} in another layout"
-    if found.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
-        return f"{found.name} is {found.tensor.dtype}, {EXPECTED}"
-    target = Target(call, reader, form, layer, found, bias)
+    weight = state.constant(layer.weight)
+    bias = None if layer.bias is None else state.constant(layer.bias)
+    if isinstance(weight, str) or isinstance(bias, str):
+        return Reason(weight if isinstance(weight, str) else str(bias))
+    target = Target(call, reader, form, layer, weight, bias)
+    return _refuse_constants(target) or target
+
+
+def _refuse_call(form: LayerForm, call: Node) -> Reason:
+    """Why a call is no layer that can be folded into."""
+    operand, named = form.given(call.args, call.kwargs)[form.weight], f"{call.name} ({call.target})"
+    val = val_of(operand)
+    if val is None or val_of(call) is None:
+        return Reason(f"the graph keeps no shapes (no val) for {named}", "trace it with fake tensors")
+    if val.dtype not in LIMITS:
+        return Reason(f"the weight of {named} is {val.dtype}, {EXPECTED}")
+    if (val.ndim == 2) is form.kernel or val.ndim < 2:
+        return Reason(f"the weight of {named} has {val.ndim} dimensions")
+    plain = form.plain(call.args, call.kwargs)
+    return Reason() if plain else Reason(f"{named} scales its product or its bias (alpha, beta)")
+
+
+def _refuse_constants(target: Target) -> Reason:
+    """Why the weights of a layer cannot be made anew."""
+    named, weight, bias = f"{target.call.name} ({target.call.target})", target.weight, target.bias
+    if type(target.layer.groups) is not int or weight.view(weight.tensor.detach()) is None:
+        return Reason(f"the weight of {named} is a copy of {weight.name} in another layout")
+    if weight.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
+        return Reason(f"{weight.name} is {weight.tensor.dtype}, {EXPECTED}")
     shape, out = () if bias is None else tuple(bias.value().shape), target.width(out=True)
-    if bias is not None and (shape[-1:] != (out,) or bias.value().numel() != out):
-        return f"the bias of {named} is {list(shape)}, expected [{out}]"
-    return target
+    if bias is None or shape == (1,) * (len(shape) - 1) + (out,):
+        return Reason()
+    return Reason(f"the bias of {named} is {list(shape)}, expected [{out}]")

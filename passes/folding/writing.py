@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
+from ...decomps.affine import Affine
 from ...decomps.forms import HALF, UPDATED
 from ..graph.constants import Constant, State
 from ..graph.draft import Draft
@@ -16,80 +19,85 @@ from ..rewriting.elementary import metadata_for
 from ..rewriting.site import Site
 from ..rewriting.tracked import counters_beside
 from .channels import format_of, same_sizes
-from .plan import Fate, Plan
+from .plan import Decision, Group, Plan
 from .weights import Target
 
 aten = torch.ops.aten
 
 
-class Absorbing:
-    """One plan written into its draft."""
+class Writing:
+    """One plan being written."""
 
     def __init__(self, draft: Draft, state: State, plan: Plan) -> None:
         self.draft, self.state, self.plan = draft, state, plan
 
-    def write(self, keep_state: bool) -> None:
-        """Layers first, then what they make superfluous. keep_state: leave what nothing reads in the state."""
-        fates = sorted(self.plan.fates.values(), key=lambda fate: fate.site.node)
-        scaled = {node: node.args.index(source) for fate in fates for node, source in fate.scaled.items()}
-        groups = self.plan.groups()
-        for group in groups:
+    def write(self) -> None:
+        """Layers first, then what they make superfluous."""
+        decisions = sorted(self.plan.decided.values(), key=lambda decision: decision.site.node)
+        scaled = {node: node.args.index(source) for made in decisions for node, source in made.scaled.items()}
+        dead = list(scaled)
+        for group in self.plan.groups:
             self._group(group)
-        dead = [target.call for group in groups for target in group if target.reader is not None]
-        for node, place in scaled.items():
-            dead.append(self._replace(node, node.args[place]))
-        for fate in fates:
-            dead += self._stand_in(fate)
+            dead += [target.call for target in group.targets if target.reader is not None]
+        for node, place in scaled.items():  # by place: the operand may be another call of the same layer by now
+            stands: Any = node.args[place]
+            self.draft.replace(node, stands)
+        for decision in decisions:
+            dead += self._stand_in(decision)
         self.draft.drop_unchanged()
         for node in sorted(dead, reverse=True):
             self.state.prune(node)
-        if not keep_state:
+        if not self.plan.options.keep_state:
             self.state.drop(counters_beside)
 
-    def _group(self, group: list[Target]) -> None:
+    def _group(self, group: Group) -> None:
         """Gives layers that fold alike their weights."""
-        first = group[0]
-        made, bias = self.plan.weights[id(first)]
-        weight, held = first.weight, first.bias
-        leaf, fresh = weight.name.rpartition(".")[2].removesuffix("_folded"), None
+        first = group.targets[0]
+        weight, fresh = first.weight, None
+        leaf = weight.name.rpartition(".")[2].removesuffix("_folded")
         if first.fresh:
-            fresh = self.state.add(weight, f"{leaf}_folded", made, weight.tensor.requires_grad)
+            fresh = self.state.add(weight, f"{leaf}_folded", group.weight, weight.tensor.requires_grad)
         else:
-            self.state.replace(weight.name, made)
-        added = None
-        if held is not None and self._replaces(held, group):
+            self.state.replace(weight.name, group.weight)
+        bias = self._bias(group, leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias")
+        for target in group.targets:
+            self._call(target, fresh, bias)
+
+    def _bias(self, group: Group, leaf: str) -> str | None:
+        """Puts their bias where the old one is; or adds one beside their weight and returns its name.
+
+        One that was not there is added where it is zero, too, so that which names there are does not depend on values;
+        but for the shift of what is ahead of a layer.
+        """
+        first = group.targets[0]
+        weight, held = first.weight, first.bias
+        if held is not None and self._replaces(held, group.targets):
             new = torch.empty_like(held.tensor.detach())
             view: Any = held.view(new)
-            view.copy_(bias.view(view.shape))
+            view.copy_(group.bias.view(view.shape))
             self.state.replace(held.name, new)
-        elif held is not None or first.out is not None or bool(bias.any()):
-            beside = first.call if first.form.bias is None else first.layer.weight if held is None else first.layer.bias
-            val: Any = val_of(beside)
-            leaf = leaf.replace("weight", "bias") if "weight" in leaf else f"{leaf}_bias"
-            value = bias.to(val.dtype).to(weight.tensor.device)
-            added = self.state.add(weight, f"{leaf}_folded" if fresh else leaf, value, self._learns(group))
-        for target in group:
-            self._call(target, fresh, added)
+            return None
+        if held is None and not first.folds["up"] and not bool(group.bias.any()):
+            return None
+        val: Any = val_of(first.call if first.form.bias is None else first.layer.bias or first.layer.weight)
+        bias = group.bias.to(val.dtype).to(weight.tensor.device)
+        sites = (site for target in group.targets for folds in target.folds.values() for site, _ in folds)
+        learns = weight.tensor.requires_grad or any(self._learns(site, "weight", "bias") for site in sites)
+        return self.state.add(weight, f"{leaf}_folded" if first.fresh else leaf, bias, learns)
 
-    def _replaces(self, held: Constant, group: list[Target]) -> bool:
+    def _replaces(self, held: Constant, targets: list[Target]) -> bool:
         """Whether a new bias can take the place of the old one: nothing else reads that, and it is as fine."""
-        first, val = group[0], val_of(group[0].layer.bias)
+        first, val = targets[0], val_of(targets[0].layer.bias)
         readers = self.state.readers(held.name)
-        own = len(readers) == len(group) and {*readers} == {target.call for target in group} and not first.fresh
+        own = len(readers) == len(targets) and {*readers} == {target.call for target in targets} and not first.fresh
         new = held.view(held.tensor.detach())
         fine = val is not None and torch.promote_types(val.dtype, held.tensor.dtype) == held.tensor.dtype
         return own and fine and new is not None and new.numel() == held.tensor.numel() == first.width(out=True)
 
-    def _learns(self, group: list[Target]) -> bool:
-        """Whether a new bias learns: its weight does, or a shift that is in it."""
-        sites = (site for target in group for site, _ in (*target.intos, *target.outs))
-        return group[0].weight.tensor.requires_grad or any(self._requires_grad(site) for site in sites)
-
-    def _requires_grad(self, site: Site, fields: tuple[str, ...] = ("weight", "bias")) -> bool:
-        """Whether the weight or bias of a batch norm learns."""
-        operands = (getattr(site.norm, field) for field in fields)
-        found = [self.state.constant(operand) for operand in operands if operand is not None]
-        return any(isinstance(constant, Constant) and constant.tensor.requires_grad for constant in found)
+    def _learns(self, site: Site, *fields: str) -> bool:
+        """Whether one of these fields of a batch norm learns."""
+        constants = self.plan.reaches[site].constants
+        return any(constants[field].tensor.requires_grad for field in fields if field in constants)
 
     def _call(self, target: Target, weight: str | None, bias: str | None) -> None:
         """Makes a call read its new weights, a call of its own if something else reads the old one."""
@@ -98,22 +106,22 @@ class Absorbing:
             with call.graph.inserting_after(call):
                 cloned = call.graph.node_copy(call)
             target.reader.replace_input_with(call, cloned)
-            self.draft.forget_signatures(call)
+            self.draft.forget_signatures(call)  # its module is called otherwise now
             call = cloned
         changed = {}
         if weight is not None:
             changed[form.weight] = self._chained(target.weight, self.state.node(root, weight), call)
-        shift = None if bias is None else self.state.node(root, bias)
-        if shift is not None and form.bias is not None:
-            changed[form.bias] = shift
-        if shift is not None and form.bias is None and form.biased is not None:
-            given = {**form.given(call.args, call.kwargs), **changed}
-            call.target, call.kwargs = form.biased, {}
-            call.args = (shift, given[form.input], given[form.weight])
-            return
-        if shift is not None and form.bias is None:
-            self._added(call, shift)
-        _set(call, list(form.defaults), changed)
+        if bias is not None:
+            shift = self.state.node(root, bias)
+            if form.bias is not None:
+                changed[form.bias] = shift
+            elif form.biased is not None:
+                given = {**form.given(call.args, call.kwargs), **changed}
+                call.target, call.args, call.kwargs = form.biased, (shift, given[form.input], given[form.weight]), {}
+                return
+            else:
+                self._added(call, shift)
+        _set(call, changed)
 
     def _chained(self, weight: Constant, root: Node, call: Node) -> Node:
         """What a call reads of a new weight: through the same views and casts as the old one."""
@@ -131,63 +139,55 @@ class Absorbing:
         node.meta = dict(call.meta)
         call.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
 
-    def _stand_in(self, fate: Fate) -> list[Node]:
+    def _stand_in(self, decision: Decision) -> list[Node]:
         """Puts what stands for a site in its place; returns what is dead then."""
-        site, reach = fate.site, self.plan.reach(fate.site)
-        source = site.form.given(site.node.args, site.node.kwargs)["input"]
-        stands = source if fate.affine is None else self._alone(fate, source)
-        have, want = val_of(stands), val_of(reach.ends[0]) if reach.ends else None
+        site, ends = decision.site, decision.reach.ends
+        stands = site.form.given(site.node.args, site.node.kwargs)["input"]
+        if decision.affine is not None:
+            stands = self._alone(decision, decision.affine, stands)
+        have, want = val_of(stands), val_of(ends[0]) if ends else None
         if have is not None and want is not None and not site.norm.out and not same_sizes(have.stride(), want.stride()):
             stands = self._new(site.node, aten.clone.default, (stands,), {"memory_format": format_of(want)})
             stands.meta["val"] = want
         if site.norm.out:
             stands = self._new(site.node, aten.copy_.default, (site.norm.out["out"], stands))
-        for end in reach.ends:
+        for end in ends:
             end.replace_all_uses_with(stands)
         for holder, statistic in returned_as_they_are(site).items():
-            self._replace(holder, statistic)
-        gone = [*reach.tail, *(holder for holders in site.outputs.values() for holder in holders), site.node]
-        for node in (*reach.tail, *site.outputs["out"]):
+            self.draft.replace(holder, statistic)
+        for node in (*decision.reach.tail, *site.outputs["out"]):
             self.draft.rename(node, stands)
-        return gone
+        return [*decision.reach.tail, *(holder for held in site.outputs.values() for holder in held), site.node]
 
-    def _replace(self, node: Node, stands: Any) -> Node:
-        node.replace_all_uses_with(stands)
-        self.draft.rename(node, stands)
-        return node
-
-    def _alone(self, fate: Fate, source: Node) -> Node:
+    def _alone(self, decision: Decision, affine: Affine, source: Node) -> Node:
         """One multiply-add, or one convolution, that computes what a site did: its last node."""
-        site, affine = fate.site, fate.affine
-        assert affine is not None
-        mean, val = self.state.constant(site.norm.running_mean), val_of(source)
-        assert isinstance(mean, Constant)
+        site, val = decision.site, val_of(source)
         assert val is not None
         channels, spatial = affine.scale.numel(), val.ndim - 2
-        folded = self.plan.convolves(fate)
+        folded, ones, zeros = decision.convolves(self.plan.options.alone), [1] * spatial, [0] * spatial
         half = val.dtype in HALF and not folded
         dtype = torch.float32 if half else val.dtype
-        shape = (channels, 1, *[1] * spatial) if folded else (channels,)
-        device = mean.tensor.device
-        parts = (("scale", affine.scale, shape, "weight"), ("shift", affine.shift, (channels,), "bias"))
+        weight = affine.scale.view(channels, 1, *ones) if folded else affine.scale
         scale, shift = (
-            self.state.node(
-                mean.root,
-                self.state.add(mean, leaf, tensor.to(dtype).view(to).to(device), self._requires_grad(site, (field,))),
-            )
-            for leaf, tensor, to, field in parts
+            self._held(site, leaf, tensor.to(dtype), field)
+            for leaf, tensor, field in (("scale", weight, "weight"), ("shift", affine.shift, "bias"))
         )
         if folded:
-            ones, zeros = [1] * spatial, [0] * spatial
             args = (source, scale, shift, ones, zeros, ones, False, zeros, channels)
             return self._new(site.node, aten.convolution.default, args)
-        wide = self._new(site.node, aten._to_copy.default, (source,), {"dtype": dtype}) if half else source
+        if half:
+            source = self._new(site.node, aten._to_copy.default, (source,), {"dtype": dtype})
         if spatial:
-            along = [channels, *[1] * spatial]
-            scale, shift = (self._new(site.node, aten.view.default, (t, along)) for t in (scale, shift))
-        scaled = self._new(site.node, aten.mul.Tensor, (wide, scale))
+            scale, shift = (self._new(site.node, aten.view.default, (t, [channels, *ones])) for t in (scale, shift))
+        scaled = self._new(site.node, aten.mul.Tensor, (source, scale))
         made = self._new(site.node, aten.add.Tensor, (scaled, shift))
         return self._new(site.node, aten._to_copy.default, (made,), {"dtype": val.dtype}) if half else made
+
+    def _held(self, site: Site, leaf: str, tensor: Tensor, field: str) -> Node:
+        """A new parameter beside the running mean of a site, that learns if a field of it does."""
+        mean = self.plan.reaches[site].constants["running_mean"]
+        name = self.state.add(mean, leaf, tensor.to(mean.tensor.device), self._learns(site, field))
+        return self.state.node(mean.root, name)
 
     def _new(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
         """A call ahead of a node that it stands for, with its metadata and the value that it makes."""
@@ -209,15 +209,10 @@ def returned_as_they_are(site: Site) -> dict[Node, Node]:
     return {holder: statistic for role, statistic in statistics for holder in site.outputs.get(role, ())}
 
 
-def _set(call: Node, names: list[str], changed: dict[str, Node]) -> None:
-    """Gives a call other operands, by position where it has them by position."""
-    args, kwargs = list(call.args), dict(call.kwargs)
-    for name, operand in changed.items():
-        place = names.index(name)
-        if place < len(args):
-            args[place] = operand
-        elif place == len(args) and name not in kwargs:
-            args.append(operand)
-        else:
-            kwargs[name] = operand
-    call.args, call.kwargs = tuple(args), kwargs
+def _set(call: Node, changed: dict[str, Node]) -> None:
+    """Gives a call other operands, by position as far as it has all of those before."""
+    schema = call.target._schema.arguments  # type: ignore[union-attr]
+    names = [argument.name for argument in schema if not argument.kwarg_only]
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs, **changed}
+    call.args = tuple(given.pop(name) for name in [*takewhile(given.__contains__, names)])
+    call.kwargs = given

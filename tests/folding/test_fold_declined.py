@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from folds import IMAGE, checked, edited, exported, plain, same_weight, side_by_side, swamp, vector
-from programs import aten
+from programs import aten, export
+from torch_batchnorm import Fold, switch_mode
 
 
 def _stats(m):
@@ -254,3 +255,89 @@ def test_no_option_folds_what_cannot_be_read(name):
 def test_no_option_folds_what_cannot_be_read_in_ATEN():
     program, *inputs = side_by_side([LEFT[name][0]() for name in ALWAYS_LEFT if LEFT[name] in IN_ATEN])
     assert checked(program, *inputs, clone_calls=True, clone_weights=True).modified is False
+
+
+class Written(nn.Module):
+    """Batch norm into memory that is resized."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        out, *saved = (x.new_empty(0) for _ in range(3))
+        found = aten.native_batch_norm.out(
+            x, *_stats(self), False, 0.1, 1e-5, out=out, save_mean=saved[0], save_invstd=saved[1]
+        )
+        return found[0].relu()
+
+
+def _read_twice():
+    return edited(lambda m, x: (y := m.conv(x), m.bn(y), y)[1:])
+
+
+def _without_vals(row):
+    module = exported(row)[0].module()
+    for node in module.graph.nodes:
+        node.meta.pop("val", None)
+    return module
+
+
+# What is refused, the reason but for the names in it, and what the user can do about it.
+REMEDIES = {
+    "a layer that something else reads": (
+        lambda: exported(_read_twice())[0],
+        r"\w+ is read by output too",
+        "clone_calls=True calls it once more",
+    ),
+    "a weight that something else reads": (
+        lambda: exported(LEFT["a weight that something else reads"][0]())[0],
+        r"conv.weight is read by \w+ too",
+        "clone_weights=True copies it",
+    ),
+    "too much lost": (
+        lambda: exported(LEFT["a mean that swamps the rest in float32"][0]())[0],
+        r"folding it loses \S+ standard deviations of a channel to rounding in torch.float32, more than 1.0e-03",
+        "force=True folds it",
+    ),
+    "batch statistics": (
+        lambda: exported(LEFT["batch statistics"][0]())[0],
+        "it normalises with its batch's statistics",
+        "switch the program to eval first",
+    ),
+    "frozen in a program that trains": (
+        lambda: exported(
+            edited(
+                lambda m, x: m.other(m.bn(m.conv(x))),
+                other=lambda: nn.BatchNorm2d(6),
+                edit=lambda m: m.other.train(),
+            )
+        )[0],
+        "it is frozen in a program that trains, and folding changes what weights learn",
+        "switch the program to eval first",
+    ),
+    "no shapes": (
+        lambda: _without_vals(_read_twice()),
+        r"the graph keeps no shapes \(no val\)",
+        "trace it with fake tensors",
+    ),
+    "an out argument that is resized": (
+        lambda: export(Written().eval().requires_grad_(False), torch.randn(2, 4, 3, 3)),
+        "its out argument may be resized",
+        "allocate it in full",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_the_remedy_is_apart_from_the_reason_and_helps(name):
+    make, reason, remedy = REMEDIES[name]
+    program = make()
+    declined = Fold()(program).declined[0]
+    assert re.search(f"(^|; ){reason}(; |$)", declined.reason), declined.reason
+    assert (remedy in declined.remedy.split("; "), remedy in declined.reason) == (True, False)
+    option, is_an_option, _ = remedy.partition("=True")
+    if is_an_option:
+        assert Fold(**{option: True})(program).modified
+    if "switch" in remedy:
+        assert Fold()(switch_mode(program, "eval")).declined == ()

@@ -291,6 +291,18 @@ SPELLED = {
     "a clone": (net(lambda m, x: m.bn(m.conv(x).clone())), IMAGE),
     "a dropout in eval": (net(lambda m, x: m.bn(m.drop(m.conv(x))), drop=lambda: nn.Dropout(0.5)), IMAGE),
     "a channel dropout in eval": (net(lambda m, x: m.bn(m.drop(m.conv(x))), drop=lambda: nn.Dropout2d(0.5)), IMAGE),
+    "an alpha dropout in eval": (
+        net(lambda m, x: m.bn(m.drop(m.conv(x))), drop=lambda: nn.AlphaDropout(0.5)),
+        IMAGE,
+    ),
+    "images seen as others are": (
+        net(
+            lambda m, x: m.bn(m.conv(x).view_as(x)),
+            lambda: nn.Conv2d(4, 4, 3, padding=1),
+            lambda: nn.BatchNorm2d(4),
+        ),
+        IMAGE,
+    ),
     "an identity": (net(lambda m, x: m.bn(m.drop(m.conv(x))), drop=nn.Identity), IMAGE),
     "a linear seen as an image": (
         net(lambda m, x: m.bn(m.conv(x).view(5, 6, 1, 1)), conv=lambda: nn.Linear(4, 6)),
