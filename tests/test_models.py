@@ -1,9 +1,11 @@
 """Real models with random weights: every batch norm is rewritten, and nothing else about the model changes, to the bit.
 
-Each is as narrow and as shallow as its class allows, and runs both as it is exported and decomposed to ATen.
+Each is as narrow and as shallow as its class allows, and runs both as it is exported and decomposed to ATen. All the
+tests of a model share its programs, which no pass touches: they run on one worker.
 """
 
 import copy
+import functools
 import math
 import re
 from unittest import mock
@@ -16,14 +18,13 @@ from torch import nn
 from torch.nn import functional
 
 import torch_batchnorm as tbn
-from programs import consolidated, export, fingerprint, legacy_left, nodes, same, saved_and_loaded, step
+from programs import consolidated, export, fingerprint, legacy_left, nodes, same, saved_and_loaded, state_of, step
 
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
 DENSENET = {"in_channels": 1, "out_channels": 3, "init_features": 8, "growth_rate": 4}
 
 # The shape of the input, and the model. The dearest come first, so that parallel workers end together.
 MODELS = {
-    "monai DenseNet121 in 3-D": ((2, 1, 32, 32, 32), lambda: monai.DenseNet121(spatial_dims=3, **DENSENET)),
     "monai DenseNet121 in 2-D": ((2, 1, 32, 32), lambda: monai.DenseNet121(spatial_dims=2, **DENSENET)),
     "MobileNetV2": (
         (2, 3, 64, 64),
@@ -45,6 +46,10 @@ MODELS = {
         lambda: hf.EfficientNetForImageClassification(
             hf.EfficientNetConfig(width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320)
         ),
+    ),
+    "monai DenseNet in 3-D": (  # in 2-D it is as deep as its name says
+        (2, 1, 32, 32, 32),
+        lambda: monai.DenseNet121(spatial_dims=3, block_config=(2, 2, 2, 2), **DENSENET),
     ),
     "LeViT": (
         (2, 3, 64, 64),
@@ -139,11 +144,20 @@ def _built(name, training):
     return module, torch.randn(shape)
 
 
-def _calls(module, x):
-    """How many batch norms the model runs, by its own account."""
+@functools.cache
+def _programs(name, training):
+    """The model, its input, its program as it is exported and in ATen, and how many batch norms the model runs by its
+    own account: made once, so what runs them puts their state back as it was."""
+    module, x = _built(name, training)
+    before = state_of(module)
     with mock.patch.object(functional, "batch_norm", wraps=functional.batch_norm) as batch_norm, torch.no_grad():
         module(x)
-    return batch_norm.call_count
+    module.load_state_dict(before)
+    exported = export(module, x)
+    return module, x, exported, exported.run_decompositions(), batch_norm.call_count
+
+
+by_model = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in MODELS])
 
 
 def _outcome(program, x):
@@ -157,13 +171,12 @@ def _statistics(state):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
-@pytest.mark.parametrize("name", MODELS)
+@by_model
 def test_every_batch_norm_of_a_model_is_rewritten_to_the_bit(name, training):
-    module, x = _built(name, training)
-    calls, exported = _calls(module, x), export(module, x)
+    _, x, exported, decomposed, calls = _programs(name, training)
     # only here: decomposing drops what nothing reads, and turns instance norms into batch norms
     assert len(legacy_left(exported)) == calls > 0
-    for program in (exported, exported.run_decompositions()):
+    for program in (exported, decomposed):
         result = consolidated(program)
         assert (result.declined, legacy_left(result.program)) == ((), [])
         assert len(result.edits) == len(legacy_left(program)) > 0
@@ -177,22 +190,20 @@ def test_every_batch_norm_of_a_model_is_rewritten_to_the_bit(name, training):
         assert same(_statistics(state), _statistics(program.state_dict)) is not training
 
 
-@pytest.mark.parametrize("name", MODELS)
+@by_model
 def test_a_model_to_eval_and_back(name):
     """To eval: the eager model in eval, to the bit. Back to train: the graph that it was."""
-    module, x = _built(name, True)
-    program = export(module, x)
+    _, x, program, decomposed, _ = _programs(name, True)
+    module, _, _, decomposed_eval, _ = _programs(name, False)  # of the same state
     found = tbn.SwitchMode("eval")(program)
     assert (found.modified, found.declined, tbn.verify(found.program)) == (True, (), ())
     with torch.no_grad():
-        assert same(_tensors(found.program.module()(x)), _tensors(module.eval()(x)))
+        assert same(_tensors(found.program.module()(x)), _tensors(module(x)))
     assert nodes(tbn.switch_mode(found.program, "train")) == nodes(program)
-    decomposed = program.run_decompositions()
     found = tbn.SwitchMode("eval")(decomposed)
     assert (found.modified, found.declined, tbn.verify(found.program)) == (True, (), ())
     with torch.no_grad():  # decomposing changes the rounding of other ops, in eval as it does here
-        want = export(module, x).run_decompositions().module()
-        assert same(_tensors(found.program.module()(x)), _tensors(want(x)))
+        assert same(_tensors(found.program.module()(x)), _tensors(decomposed_eval.module()(x)))
     assert nodes(tbn.switch_mode(found.program, "train")) == nodes(decomposed)
 
 
@@ -207,14 +218,13 @@ LEFT = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@by_model
 def test_the_batch_norms_of_a_model_are_folded(name):
     """All those of a convolution of their own, by a count that is not the pass's, and what is left has its reason."""
-    module, x = _built(name, False)
+    module, x, *programs, _ = _programs(name, False)
     with torch.no_grad():
         want = _tensors(module(x))
-    exported = export(module, x)
-    for program in (exported, exported.run_decompositions()):
+    for program in programs:
         before = fingerprint(program)
         result = tbn.Fold()(program)
         pairs, folded = _pairs(program), {edit.site for edit in result.edits}
