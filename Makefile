@@ -27,7 +27,7 @@ check: setup ## formatting, lint, types
 	$(BIN)/mypy
 
 test: setup ## every test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 accept: setup ## rewrite the graph snapshots with what the code does now (read the diff)
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest -q tests/rewriting/test_snapshots.py tests/rewriting/test_expect.py $(TESTS)

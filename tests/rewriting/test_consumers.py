@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -73,13 +74,33 @@ def test_onnx_runs_it_and_holds_one_batch_normalization_a_site(form):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torchao_qat_gives_what_it_gives_on_the_original():
+    from torchao.quantization.pt2e import qat_utils
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_qat_pt2e
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
         X86InductorQuantizer,
         get_default_x86_inductor_quantization_config,
     )
 
+    patterns, capture = [], qat_utils._get_aten_graph_module_for_pattern
+
     def quantized(program):
+        captured = []
+
+        def once(function, *args, **kwargs):
+            """Of the 108 patterns that torchao captures for every program, the one whose turn it is."""
+            if len(captured) == len(patterns):
+                patterns.append((function.fn.__code__, capture(function, *args, **kwargs)))
+            code, pattern = patterns[len(captured)]
+            assert code is function.fn.__code__
+            captured.append(copy.deepcopy(pattern))
+            return captured[-1]
+
+        with mock.patch.object(qat_utils, "_get_aten_graph_module_for_pattern", once):
+            found = trained_and_converted(program)
+        assert len(captured) == len(patterns) > 0
+        return found
+
+    def trained_and_converted(program):
         quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config(is_qat=True))
         prepared = prepare_qat_pt2e(program.module(), quantizer)
         optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
