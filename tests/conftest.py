@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._export import utils
 
-pytest.register_assert_rewrite("folds")
+pytest.register_assert_rewrite("contracts", "folds")
 
 # Tensors this small are slower on several threads, and far slower where parallel workers share the cores.
 torch.set_num_threads(1)
