@@ -211,7 +211,7 @@ def holds(instance, make):
         loaded = saved_and_loaded(result.program)
         assert (tbn.verify(loaded), applied(instance, loaded, kind).edits) == ((), ())
         if _runs_here(loaded):
-            grad = _differentiable(loaded)
+            grad = _differentiable(loaded) and _differentiable(kind.program)
             assert same(_ran(loaded, kind, grad), _ran(result.program, kind, grad)), "other numbers when loaded"
     _edits_in_place(instance, result, kind)
     return result

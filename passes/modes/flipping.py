@@ -49,7 +49,7 @@ class Switch:
         """Switches every training site to eval, or those that are chosen; returns each with why it was declined, empty
         where it was not. All sites of the draft are asked for: their counters are told apart by their order.
         """
-        training = [s for s in sites if s.norm is not None and s.norm.training is True]
+        training = [s for s in sites if s.tracks and s.norm.training is True]
         self.adds = self.counters.pair(training)
         told = []
         for site in reversed([s for s in training if chosen is None or s.node in chosen]):
