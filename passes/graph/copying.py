@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -42,59 +41,6 @@ def lint_all(made: dict[int, torch.nn.Module]) -> None:
     for module in made.values():
         if isinstance(module, GraphModule):
             module.graph.lint()
-
-
-def keep_attributes(top: torch.nn.Module, gained: dict[str, torch.Tensor], lost: Iterable[str], shared: bool) -> None:
-    """Puts tensors into a module's attributes by name and takes others out, with the modules that then hold nothing.
-
-    shared: whether its modules may be another program's too; those on the way are then replaced by copies.
-    """
-    owned: dict[int, torch.nn.Module] = {}
-
-    def owner_of(name: str) -> tuple[torch.nn.Module, list[torch.nn.Module], str]:
-        *path, last = name.split(".")
-        owners = [top]
-        for atom in path:
-            child = owners[-1]._modules.get(atom)
-            child = torch.nn.Module() if child is None else child
-            if shared and id(child) not in owned:
-                new = child if isinstance(child, GraphModule) else _shallow(child)
-                owned.update({id(child): new, id(new): new})
-            owners[-1]._modules[atom] = owned[id(child)] if shared else child
-            owners.append(owners[-1]._modules[atom])  # type: ignore[arg-type]
-        return owners[-1], owners, last
-
-    for name, tensor in gained.items():
-        owner, _, last = owner_of(name)
-        held = next((d for d in (owner._parameters, owner._buffers) if last in d), None)
-        if held is None and isinstance(tensor, torch.nn.Parameter):
-            held = owner._parameters
-        if held is None:
-            setattr(owner, last, tensor)
-        else:
-            held[last] = tensor  # type: ignore[assignment]
-    for name in set(lost) - gained.keys():
-        owner, owners, last = owner_of(name)
-        for held in (owner._parameters, owner._buffers, owner.__dict__):
-            held.pop(last, None)
-        atoms = name.split(".")[:-1]
-        while atoms and _is_bare(owners[-1]):
-            owners.pop()
-            owners[-1]._modules.pop(atoms.pop())
-
-
-def _is_bare(module: torch.nn.Module) -> bool:
-    """Whether a module holds nothing, and is no more than a place for something."""
-    held = any((module._parameters, module._buffers, module._modules))
-    return not held and vars(module).keys() <= vars(torch.nn.Module()).keys()
-
-
-def _shallow(module: torch.nn.Module) -> torch.nn.Module:
-    """A module with containers of its own around the same tensors."""
-    new = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        new.__dict__[name] = dict(module.__dict__[name])
-    return new
 
 
 def copy_graph(graph: Graph) -> Graph:

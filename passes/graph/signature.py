@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram, ModuleCallEntry
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
-from torch.fx import Node
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import Graph, Node
 
 from .result import Program
 
@@ -20,10 +28,8 @@ MUTATIONS = {
 }
 
 
-MUTATED = set(MUTATIONS.values())
-
-
-BEFORE_RESULTS = {*MUTATED, OutputKind.TOKEN}
+# What else may be listed as mutated: a parameter, by torch newer than 2.9.
+MUTATED = {*MUTATIONS.values(), getattr(OutputKind, "PARAMETER_MUTATION", OutputKind.BUFFER_MUTATION)}
 
 
 def is_functional(program: Program) -> bool:
@@ -38,6 +44,161 @@ def input_specs(program: Program) -> dict[str, InputSpec]:
     return {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
 
 
+class Listing:
+    """What an exported program's signature lists, edited beside the top graph and written once; a graph module has
+    none.
+
+    inputs: what is said of each placeholder by its name; their order is the graph's. changed: whether torch has to
+    validate what `write` makes.
+    """
+
+    def __init__(self, program: Program, graph: Graph) -> None:
+        self.graph, self.changed = graph, False
+        self._moved = False  # whether there are other inputs than there were
+        self.inputs = input_specs(program)
+        self._found = program.graph_signature if isinstance(program, ExportedProgram) else None
+        self._outputs = [] if self._found is None else list(self._found.output_specs)  # by the values returned
+        self._listed = {(spec.kind, spec.target) for spec in self._outputs}
+        self._new: dict[Node, OutputSpec] = {}  # the mutations to list, by their value
+        self._places: dict[str | None, int | None] = {}
+
+    def add_input(self, node: Node, kind: InputKind, target: str) -> None:
+        """A new placeholder brings in what the state holds under this name."""
+        self.inputs[node.name] = InputSpec(kind, TensorArgument(node.name), target)
+        self.changed = self._moved = True
+
+    def drop_input(self, node: Node) -> None:
+        """A placeholder goes."""
+        if self._is_input(node) and self.inputs.pop(node.name, None) is not None:
+            self.changed = self._moved = True
+
+    def mutate(self, target: Node, value: Node) -> None:
+        """What an input, or its latest value, becomes. An input that is listed already keeps its entry."""
+        mutation = self._new.pop(target, None) or self._mutation_of(target)
+        if mutation is not None:
+            self._new[value] = mutation
+            self.changed = True
+
+    def place(self, target: Node, place: int | None) -> None:
+        """Where the new mutation of an input goes among the listed ones; None: in the order of the inputs, which is
+        torch.export's. Without it, it goes last.
+        """
+        mutation = self._mutation_of(target)
+        if mutation is not None:
+            self._places[mutation.target] = place
+
+    def _mutation_of(self, node: Node) -> OutputSpec | None:
+        """How a mutation of this placeholder is listed, None when it is already, or cannot be."""
+        spec = self.inputs.get(node.name) if self._is_input(node) else None
+        if spec is None or spec.kind not in MUTATIONS:
+            return None
+        mutated = str(spec.target if spec.kind is InputKind.BUFFER else node.name)
+        made = OutputSpec(MUTATIONS[spec.kind], TensorArgument(node.name), mutated)
+        return None if (made.kind, made.target) in self._listed else made
+
+    def _is_input(self, node: Node) -> bool:
+        return node.op == "placeholder" and node.graph is self.graph
+
+    def _returned(self) -> list[tuple[OutputSpec, Any]]:
+        """What is listed of each value that the graph returns."""
+        values: Any = self.graph.output_node().args[0] if self._outputs else ()
+        return list(zip(self._outputs, values, strict=True))
+
+    def mutations(self) -> list[tuple[Node, Node]]:
+        """What is listed as mutations: the placeholder, and the node of its new value."""
+        placeholders = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
+        named = {str(spec.target): placeholders[name] for name, spec in self.inputs.items() if spec.target}
+        pairs = [(spec, value) for spec, value in self._returned() if spec.kind in MUTATED]
+        return [(named.get(str(spec.target)) or placeholders[str(spec.target)], value) for spec, value in pairs]
+
+    def drop_mutations(self, unchanged: bool = False) -> None:
+        """Takes mutation outputs out, or only those whose new value is the input itself: nothing is written."""
+        stay = iter([unchanged and target is not value for target, value in self.mutations()])
+        pairs = self._returned()
+        kept = [pair for pair in pairs if pair[0].kind not in MUTATED or next(stay)]
+        if len(kept) < len(pairs):
+            self._set(kept)
+
+    def _set(self, pairs: list[tuple[OutputSpec, Any]]) -> None:
+        self._outputs = [spec for spec, _ in pairs]
+        self.graph.output_node().args = (tuple(value for _, value in pairs),)
+        self._listed, self.changed = {(spec.kind, spec.target) for spec in self._outputs}, True
+
+    def write(self) -> ExportGraphSignature | None:
+        """Returns the new mutations from the graph too, and what the signature then says; None of a graph module."""
+        if self._found is None:
+            return None
+        if self._new:
+            self._set(self._merged())
+        output, pairs = self.graph.output_node(), self._returned()
+        if "val" in output.meta and self.changed:  # a loaded program's has
+            output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, Node) else v for _, v in pairs)
+        inputs = list(self._found.input_specs)
+        if self._moved:
+            inputs = [self.inputs[node.name] for node in sorted(self.graph.find_nodes(op="placeholder"))]
+        return ExportGraphSignature(inputs, [renamed_spec(spec, value) for spec, value in pairs])
+
+    def _merged(self) -> list[tuple[OutputSpec, Any]]:
+        """What the graph returns, with the new mutations among the listed ones."""
+        new = [(spec, value) for value, spec in self._new.items()]
+        pairs = self._returned()
+        begin = sum(spec.kind is OutputKind.TOKEN for spec, _ in pairs)
+        end = begin + sum(spec.kind in MUTATED for spec, _ in pairs)
+        listed = pairs[begin:end] + [pair for pair in new if pair[0].target not in self._places]
+        given = [(place, pair) for pair in new if (place := self._places.get(pair[0].target)) is not None]
+        for place, pair in sorted(given, key=lambda item: item[0]):
+            listed.insert(place, pair)
+        free = [pair for pair in new if self._places.get(pair[0].target, 0) is None]
+        return [*pairs[:begin], *(self._in_order(listed, free) if free else listed), *pairs[end:]]
+
+    def _in_order(
+        self, listed: list[tuple[OutputSpec, Any]], free: list[tuple[OutputSpec, Any]]
+    ) -> list[tuple[OutputSpec, Any]]:
+        """Puts each free mutation ahead of the first listed one of a later input."""
+        names = [node.name for node in sorted(self.graph.find_nodes(op="placeholder"))]
+        order = {str(self.inputs[name].target or name): place for place, name in enumerate(names)}
+        waiting = sorted(free, key=lambda pair: order[str(pair[0].target)], reverse=True)
+        merged = []
+        for pair in listed:
+            while waiting and order[str(waiting[-1][0].target)] < order.get(str(pair[0].target), -1):
+                merged.append(waiting.pop())
+            merged.append(pair)
+        return merged + waiting[::-1]
+
+
+class ModuleCalls:
+    """How an exported program's modules were called, by the nodes that their arguments and results are now."""
+
+    def __init__(self, program: Program) -> None:
+        self._found = program.module_call_graph if isinstance(program, ExportedProgram) else []
+        self._stands: dict[str, str] = {}
+        self._left: dict[str, bool] = {}
+
+    def rename(self, node: Node, stands: Node) -> None:
+        """Another node stands for one."""
+        if node.name != stands.name:
+            self._stands[node.name] = stands.name
+
+    def leave(self, node: Node, otherwise: bool = False) -> None:
+        """A node goes: a module that has none left has no call signature. Neither has one that is called otherwise
+        than its signature says.
+        """
+        for path in modules_of(node):
+            self._left[path] = otherwise or self._left.get(path, False)
+
+    def entries(self, graphs: Sequence[Graph]) -> list[ModuleCallEntry]:
+        """The module call graph, by the names that its arguments have now. graphs: the top one first."""
+        entries = [copy_entry(entry, self._stands) for entry in self._found]
+        if not self._left or not any(entry.signature for entry in entries):
+            return entries
+        names = {node.name for node in graphs[0].nodes}
+        there = {path for graph in graphs for node in graph.nodes for path in modules_of(node)}
+        gone = {path for path, otherwise in self._left.items() if otherwise or path not in there}
+        # unflatten would look for what is not there
+        lost = {e.fqn for e in entries if e.fqn and (e.fqn in gone or not named_in(e) <= names)}
+        return [ModuleCallEntry(e.fqn) if e.fqn in lost else e for e in entries]
+
+
 def modules_of(node: Node) -> list[str]:
     """The paths of the modules that a node was traced in, but for the whole program."""
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
@@ -50,34 +211,6 @@ def named_in(entry: ModuleCallEntry) -> set[str]:
     return {argument.name for argument in arguments if isinstance(argument, TensorArgument)}
 
 
-def insert_mutations(
-    values: list[Any],
-    specs: list[OutputSpec],
-    placed: dict[Node, OutputSpec],
-    places: dict[str, int | None],
-    order: dict[str, int],
-) -> None:
-    """Puts new mutations among the listed ones: at the place given, those without one in the order of the inputs."""
-    listed = [(spec, value) for spec, value in zip(specs, values, strict=True) if spec.kind in MUTATED]
-    begin = next((i for i, spec in enumerate(specs) if spec.kind in MUTATED), None)
-    if begin is None:
-        begin = next((i for i, spec in enumerate(specs) if spec.kind not in BEFORE_RESULTS), len(specs))
-    end = begin + len(listed)
-    given = {v: places[str(spec.target)] for v, spec in placed.items()}
-    for value, place in sorted(given.items(), key=lambda pair: -1 if pair[1] is None else pair[1]):
-        if place is not None:
-            listed.insert(place, (placed[value], value))
-    free = sorted((v for v, place in given.items() if place is None), key=lambda v: order[str(placed[v].target)])
-    merged, rest = [], list(reversed(free))
-    for spec, value in listed:
-        while rest and order[str(placed[rest[-1]].target)] < order.get(str(spec.target), -1):
-            merged.append((placed[rest[-1]], rest.pop()))
-        merged.append((spec, value))
-    merged += [(placed[value], value) for value in reversed(rest)]
-    specs[begin:end] = [spec for spec, _ in merged]
-    values[begin:end] = [value for _, value in merged]
-
-
 def renamed_spec(spec: OutputSpec, value: Any) -> OutputSpec:
     """The output's spec under the name of the node that the graph now returns for it."""
     if not isinstance(value, Node) or getattr(spec.arg, "name", value.name) == value.name:
@@ -85,11 +218,14 @@ def renamed_spec(spec: OutputSpec, value: Any) -> OutputSpec:
     return dataclasses.replace(spec, arg=type(spec.arg)(value.name))  # type: ignore[call-arg]
 
 
-def copy_entry(entry: ModuleCallEntry) -> ModuleCallEntry:
-    """An entry whose argument names can be changed without changing the original's."""
+def copy_entry(entry: ModuleCallEntry, stands: Mapping[str, str]) -> ModuleCallEntry:
+    """An entry of its own, its arguments under the names of the nodes that stand for them now."""
     if entry.signature is None:
         return ModuleCallEntry(entry.fqn)
     inputs, outputs = (list(map(copy.copy, a)) for a in (entry.signature.inputs, entry.signature.outputs))
+    for argument in (*inputs, *outputs):
+        while getattr(argument, "name", None) in stands:
+            argument.name = stands[argument.name]
     return dataclasses.replace(entry, signature=dataclasses.replace(entry.signature, inputs=inputs, outputs=outputs))
 
 

@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
 
 from ...decomps.forms import Dialect, Statistics
 from ..graph.nest import graphs_of
 from ..graph.result import Program
-from ..graph.signature import MUTATIONS, is_functional
+from ..graph.signature import MUTATED, is_functional
 from .site import find_gradients, find_sites
-
-_LISTED = {*MUTATIONS.values(), getattr(OutputKind, "PARAMETER_MUTATION", None)}
 
 
 def verify(program: Program) -> tuple[str, ...]:
@@ -81,7 +78,7 @@ def _signature(program: ExportedProgram) -> list[str]:
         name = getattr(spec.arg, "name", None)
         if isinstance(value, torch.fx.Node) and name != value.name:
             found.append(f"the signature calls an output {name}, the graph {value.name}")
-        if spec.kind not in _LISTED:
+        if spec.kind not in MUTATED:
             continue
         if program.dialect == "TRAINING":
             found.append(f"{spec.target}: a mutation is listed in a training program, which writes in place")

@@ -63,15 +63,13 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
             if holder is call:
                 continue
             if role in read and target.roles == OUT:
-                holder.replace_all_uses_with(call)
-                draft.renamed[holder.name] = call.name
+                draft.replace(holder, call)
                 node.graph.erase_node(holder)
             elif role in read:
                 _become(holder, operator.getitem, (call, target.roles.index(role)))
             elif role in UPDATED and norm.training:
                 written = norm.running_mean if role == UPDATED[0] else norm.running_var
-                holder.replace_all_uses_with(written)
-                draft.renamed[holder.name] = written.name
+                draft.replace(holder, written)
                 node.graph.erase_node(holder)
             elif holder.users:
                 last.append(holder)  # to right behind the call: there the statistics still are what it read
