@@ -1,4 +1,4 @@
-"""Writing a site as another form: one new call, and the nodes that held the old call's outputs read from it."""
+"""Writing a site as another form: one call in the place of the old one; the nodes that held outputs read from it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch.fx import Graph, Node
 
 from ...decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
+from ...decomps.ops import Kind, kind_of
 from ...decomps.outputs import fill, like_of, returned
 from ..graph.draft import Draft
-from ..graph.journal import ORIGIN, note_of
+from ..graph.journal import note_of, write_note
 from ..graph.meta import carried, empty_val, val_of
 from ..graph.result import Log
 from .site import Site
@@ -43,126 +44,130 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
     """Replaces the call of a forward by `norm` spelled as `target`.
 
     Every output keeps its node: name, users and metadata. A form that returns one tensor turns into a read of the new
-    call, and back; the new call takes the old one's place and metadata. What the target cannot do without is filled in,
-    what it does not return is rebuilt. Statistics that were written in place and now are returned are handed on, in a
-    functional program as mutation outputs; returned ones that are written in place now are read there.
+    call, and back. What the target cannot do without is filled in, what it does not return is rebuilt. Statistics that
+    were written in place and now are returned are handed on, in a functional program as mutation outputs; returned ones
+    that are written in place now are read there.
     """
-    node = site.node
-    with node.graph.inserting_before(node):
-        filled: dict[str, Any] = {name: _fill(norm, node, name) for name in norm.missing if name in target.required}
-        spelled = (
-            replace(norm, **filled, out=_destinations(norm, node, target)) if filled or target.destinations else norm
-        )
-        args, kwargs = target.write(spelled)
-        call = _placed(site, target, args, kwargs)
-    call.meta = _meta(draft, site, call, spelled, target, tuple(filled))
-    read = roles_kept(site.form, norm, target)
-    last = call
-    for role, holders in site.outputs.items():
-        for holder in holders:
-            if holder is call:
-                continue
-            if role in read and target.roles == OUT:
-                draft.replace(holder, call)
-                node.graph.erase_node(holder)
-            elif role in read:
-                _become(holder, operator.getitem, (call, target.roles.index(role)))
-            elif role in UPDATED and norm.training:
-                written = norm.running_mean if role == UPDATED[0] else norm.running_var
-                draft.replace(holder, written)
-                node.graph.erase_node(holder)
-            elif holder.users:
-                last.append(holder)  # to right behind the call: there the statistics still are what it read
-                last = holder
-                REBUILT[role](holder, spelled)
-            else:
-                node.graph.erase_node(holder)
-    if node is not call and node.target is not operator.getitem:
-        # only the family has anything filled in for it
-        _erase(node) if site.form.dialect is Dialect.FAMILY else node.graph.erase_node(node)
-    writes = site.form.statistics is Statistics.IN_PLACE and norm.running_mean is not None
-    if writes and norm.training and target.statistics is Statistics.OUTPUTS:
+    node, operands = site.node, site.node.all_input_nodes
+    filled: dict[str, Any] = {name: _fill(norm, node, name) for name in norm.missing if name in target.required}
+    spelled = replace(norm, **filled) if filled else norm
+    if target.destinations:
+        spelled = replace(spelled, out=_destinations(draft, norm, node, target))
+    vals = _vals(draft, site, spelled, target)
+    call = _place(site, target)
+    _respell(call, target, spelled)
+    _describe(call, site, target, vals, filled)
+    kept, last = roles_kept(site.form, norm, target), call
+    for role, holder in [(role, holder) for role, holders in site.outputs.items() for holder in holders]:
+        if holder is not call and not _handed(draft, call, norm, target, kept, role, holder):
+            last.append(holder)  # to right behind the call: there the statistics still are what it read
+            last = holder
+            REBUILT[role](holder, spelled)
+    if call is not node and site.form.roles != OUT:
+        node.graph.erase_node(node)
+    _erase_fills(operands if site.form.dialect is Dialect.FAMILY else ())
+    if site.writes and target.statistics is Statistics.OUTPUTS:
         _list_updates(draft, call, norm, target)
 
 
 def write_gradient(draft: Draft, site: Site, norm: Gradient, target: Form) -> Node:
-    """Replaces the call of a gradient by `norm` spelled as `target`, and returns the new call.
+    """Replaces the call of a gradient by `norm` spelled as `target`, and returns it.
 
     A missing weight is filled in where the target asks for one; a missing reserve is left for `wire_reserve`.
     """
-    node = site.node
-    with node.graph.inserting_before(node):
-        filled = norm.weight is None and "weight" in target.required
-        weight = _fill(norm, node, "weight") if filled else norm.weight
-        args, kwargs = target.write(replace(norm, weight=weight, out={}))
-        call = _call(node.graph, target.overload, args, kwargs)
-    call.meta = dict(node.meta)
-    custom = {key: value for key, value in (call.meta.get("custom") or {}).items() if key != ORIGIN}
-    if filled:
-        custom[ORIGIN] = {"form": site.form.name, "filled": ["weight"]}
-    if custom or "custom" in call.meta:
-        call.meta["custom"] = custom
+    call, operands = site.node, site.node.all_input_nodes
+    filled: dict[str, Any] = (
+        {"weight": _fill(norm, call, "weight")} if norm.weight is None and "weight" in target.required else {}
+    )
+    call._rename(_name(target.overload))
+    _respell(call, target, replace(norm, **filled, out={}))
+    _note(call, site, target, filled)
+    last = call
     for role, place in norm.out.items():
-        _copied_out(site, call, target.roles.index(role), role, place)
-    for holders in site.outputs.values() if not norm.out else ():
-        for holder in holders:
-            holder.args = (call, holder.args[1])
-    _erase(node)
+        last = _copied_out(site, last, target.roles.index(role), role, place)
+    _erase_fills(operands)
     return call
 
 
-def _copied_out(site: Site, call: Node, index: int, role: str, place: Node) -> None:
-    """Copies a gradient to where an `.out` call wrote it, which whoever held that output now reads."""
-    with call.graph.inserting_before(site.node):
-        grad = call.graph.call_function(operator.getitem, (call, index))
-        copied = _call(call.graph, aten.copy_.default, (place, grad))
-    grad.meta = carried(call, _empty_like(place))
-    copied.meta = carried(call, val_of(place))
-    for holder in site.outputs.get(role, ()):
-        holder.replace_all_uses_with(copied)
-        call.graph.erase_node(holder)
+def _place(site: Site, target: Form) -> Node:
+    """The node that becomes the call, where the old one was: that one itself, but the node that held the output where
+    several outputs become one tensor, and a new one where one tensor becomes several.
+    """
+    node, held = site.node, site.outputs.get("out", ())
+    if site.form.roles == OUT and target.roles != OUT:
+        with node.graph.inserting_before(node):
+            call = _call(node.graph, target.overload, ())
+        call.meta.update(carried(node, None))
+        return call
+    if target.roles == OUT and site.form.roles != OUT and held:
+        node.prepend(held[0])
+        if not held[0].meta:
+            held[0].meta.update(node.meta)
+        return held[0]
+    if site.form.roles != OUT:  # what is an output keeps its name, which a signature may refer to
+        node._rename(_name(target.overload))
+    return node
 
 
-_FILLS = (aten.new_ones.default, aten.new_zeros.default, aten.full.default, aten.new_empty.default, aten.sym_size.int)
+def _respell(node: Node, target: Form, norm: BatchNorm | Gradient) -> None:
+    """Makes a node the call of another form."""
+    args, kwargs = target.write(norm)
+    _become(node, target.overload, args, kwargs)
 
 
-def _erase(node: Node) -> None:
-    """Erases a node, and what had been filled in for it alone."""
-    operands = node.all_input_nodes
-    node.graph.erase_node(node)
-    for operand in operands:
-        if not operand.users and operand.target in _FILLS:
-            _erase(operand)
+def _become(
+    node: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> None:
+    """Turns a node into another call, so that its users need no change; each of the three takes torch long to set."""
+    if node.target is not target:
+        node.target = target
+    node.args = args
+    if node.kwargs or kwargs:
+        node.kwargs = kwargs or {}
 
 
-def forward_of(norm: Gradient) -> Node | None:
-    """The batch norm that saved the statistics of a gradient, when it is in the graph."""
-    source = norm.save_invstd
-    while getattr(source, "target", None) in (aten.detach.default, aten.alias.default):
-        source = source.args[0]
-    made = source.args[0] if getattr(source, "target", None) is operator.getitem else None
-    return made if getattr(made, "target", None) in BY_TARGET else None
+def _vals(draft: Draft, site: Site, spelled: BatchNorm, target: Form) -> Any:
+    """The `val` of the new call, from that of the old one; None where it has none."""
+    old = site.node.meta.get("val")
+    known = dict(zip(site.form.roles, old if isinstance(old, tuple | list) else (old,), strict=False))
+    if known.get("out") is None:
+        return None
+    vals = tuple(output_val(draft, known, spelled, target, role) for role in target.roles)
+    return vals[0] if target.roles == OUT else vals
 
 
-def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
-    """Hands a gradient of the family the reserve of its forward when that is of the family too, else an empty one."""
-    made = forward_of(norm)
-    forward = None if made is None else BY_TARGET[made.target][0]  # type: ignore[index]
-    if made is not None and forward is not None and forward.dialect is Dialect.FAMILY:
-        index = forward.roles.index("reserve")
-        held = [n for n in made.users if n.target is operator.getitem and n.args[1] == index]
-        if not held:
-            with call.graph.inserting_after(made):
-                held = [call.graph.call_function(operator.getitem, (made, index))]
-            vals = made.meta.get("val")
-            held[0].meta = carried(made, None if vals is None else vals[index])
-        reserve = held[0]
-    else:
-        with call.graph.inserting_before(call):
-            reserve = _call(call.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
-        val = val_of(norm.input)
-        reserve.meta = carried(call, None if val is None else draft.fake(val, 0, torch.uint8))
-    call.args = (*call.args[:-1], reserve)
+def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: Form, role: str) -> torch.Tensor:
+    """The `val` of one output of the target, given those of the old call by role; "out" has to be there."""
+    if role in known and (spelled.training or role == "out"):
+        return known[role]  # type: ignore[no-any-return]
+    out = known["out"]
+    (size,), dtype = returned(spelled, role, lambda node: out if node is spelled.input else val_of(node))
+    return draft.fake(out, size, dtype)
+
+
+def _describe(call: Node, site: Site, target: Form, vals: Any, filled: dict[str, Node]) -> None:
+    """The call's metadata: the old node's, the values of the new outputs, and what was filled in, for the way back."""
+    call.meta.pop("tensor_meta", None)
+    call.meta.pop("val", None)
+    if vals is not None:
+        call.meta["val"] = vals
+    _note(call, site, target, filled)
+
+
+def _note(call: Node, site: Site, target: Form, filled: dict[str, Node]) -> None:
+    """Notes what was filled in for the family. `custom`, where notes are, is the one key of the metadata that torch
+    saves, loads and carries through a retrace.
+    """
+    if filled or "custom" in call.meta or "custom" in site.node.meta:
+        noted = {
+            **dict.fromkeys((*note_of(call), "form", "filled")),
+            **note_of(site.node),
+            "form": None,
+            "filled": None,
+        }
+        if filled and target.dialect is Dialect.FAMILY:
+            noted |= {"form": site.form.name, "filled": list(filled)}
+        write_note(call, **noted)
 
 
 def roles_kept(form: Form, norm: BatchNorm, target: Form) -> tuple[str, ...]:
@@ -175,32 +180,112 @@ def roles_kept(form: Form, norm: BatchNorm, target: Form) -> tuple[str, ...]:
     return target.roles
 
 
-def _placed(site: Site, target: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """The new call, in the old one's place. A target that returns one tensor takes over the node that held it."""
-    node = site.node
-    holders = site.outputs.get("out", []) if len(site.form.roles) > 1 else []
-    if target.roles != OUT or not holders:
-        return _call(node.graph, target.overload, args, kwargs)
-    node.prepend(holders[0])
-    _become(holders[0], target.overload, args)
-    holders[0].kwargs = kwargs
-    return holders[0]
+def _handed(
+    draft: Draft, call: Node, norm: BatchNorm, target: Form, kept: Sequence[str], role: str, holder: Node
+) -> bool:
+    """Whether who held an output has it now, or is gone: False where the output has to be rebuilt."""
+    if role in kept and target.roles != OUT:
+        index = target.roles.index(role)
+        if holder.target is not operator.getitem or holder.args != (call, index):
+            _become(holder, operator.getitem, (call, index))
+        return True
+    updated = role in UPDATED and norm.training  # written in place now, and read there
+    if role not in kept and not updated and holder.users:
+        return False
+    if role in kept:
+        draft.replace(holder, call)
+    elif updated:
+        draft.replace(holder, norm.running_mean if role == UPDATED[0] else norm.running_var)
+    holder.graph.erase_node(holder)
+    return True
+
+
+def _copied_out(site: Site, last: Node, index: int, role: str, place: Node) -> Node:
+    """Copies a gradient to where an `.out` call wrote it, which whoever held that output now reads."""
+    call = site.node
+    with call.graph.inserting_after(last):
+        grad = call.graph.call_function(operator.getitem, (call, index))
+    with call.graph.inserting_after(grad):
+        copied = _call(call.graph, aten.copy_.default, (place, grad))
+    grad.meta = carried(call, _empty_like(place))
+    copied.meta = carried(call, val_of(place))
+    for holder in site.outputs.get(role, ()):
+        holder.replace_all_uses_with(copied)
+        call.graph.erase_node(holder)
+    return copied
+
+
+def _erase_fills(operands: Iterable[Node]) -> None:
+    """Erases what had been filled in for a call alone, which was one of the family."""
+    for operand in operands:
+        if not operand.users and kind_of(operand.target) in (Kind.FILL, Kind.MEASURE):
+            inner = operand.all_input_nodes
+            operand.graph.erase_node(operand)
+            _erase_fills(inner)
+
+
+def forward_of(norm: Gradient) -> Node | None:
+    """The batch norm that saved the statistics of a gradient, when it is in the graph."""
+    source = norm.save_invstd
+    while isinstance(source, Node) and kind_of(source.target) is Kind.ALIAS:
+        source = source.args[0]
+    made = source.args[0] if getattr(source, "target", None) is operator.getitem else None
+    return made if getattr(made, "target", None) in BY_TARGET else None
+
+
+def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
+    """Hands a gradient of the family the reserve of its forward when that is of the family too, else an empty one."""
+    made = forward_of(norm)
+    forward = None if made is None else BY_TARGET[made.target][0]  # type: ignore[index]
+    if made is None or forward is None or forward.dialect is not Dialect.FAMILY:
+        call.args = (*call.args[:-1], _reserve(draft, call, norm.input))
+        return
+    index = forward.roles.index("reserve")
+    held = [n for n in made.users if n.target is operator.getitem and n.args[1] == index]
+    if not held:
+        with call.graph.inserting_after(made):
+            held = [call.graph.call_function(operator.getitem, (made, index))]
+        vals = made.meta.get("val")
+        held[0].meta = carried(made, None if vals is None else vals[index])
+    call.args = (*call.args[:-1], held[0])
+
+
+def _reserve(draft: Draft, node: Node, input: Node) -> Node:
+    """An empty reserve ahead of a call."""
+    with node.graph.inserting_before(node):
+        made = _call(node.graph, aten.new_empty.default, (input, [0]), {"dtype": torch.uint8})
+    val = val_of(input)
+    made.meta = carried(node, None if val is None else draft.fake(val, 0, torch.uint8))
+    return made
+
+
+def _fill(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
+    """The neutral [C] tensor for a missing weight, bias or statistic ahead of a call."""
+    val = val_of(norm.input)
+    channels: Any = None if val is None else val.shape[1]
+    size = channels
+    with node.graph.inserting_before(node):
+        if type(channels) is not int:
+            size = _call(node.graph, aten.sym_size.int, (norm.input, 1))
+            size.meta = carried(node, channels)
+        filled: Node = fill(norm, name, size, partial(_call, node.graph))
+    filled.meta = carried(node, None if channels is None else _empty_like(like_of(norm), (channels,)))
+    return filled
+
+
+def _destinations(draft: Draft, norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
+    """Where an `.out` call writes: the old destinations, and an empty one for a reserve that the old form lacks."""
+    absent = [role for role in target.destinations if role not in norm.out]
+    return {**norm.out, **{role: _reserve(draft, node, norm.input) for role in absent}}
 
 
 def _call(graph: Graph, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-    """A call named as torch.export names it, after its op and not its overload."""
-    return graph.create_node("call_function", overload, args, kwargs, name=overload.overloadpacket.__name__)
+    return graph.create_node("call_function", overload, args, kwargs, name=_name(overload))
 
 
-def _become(node: Node, target: Callable[..., Any], args: tuple[Any, ...], val: Any = None) -> None:
-    """Turns a node into another call under its old name, so that its users and the signature need no change."""
-    if node.target is not target:  # each of the three is dear to set
-        node.target = target
-    node.args = args
-    if node.kwargs:
-        node.kwargs = {}
-    if val is not None:
-        node.meta = carried(node, val)
+def _name(overload: Any) -> str:
+    """What torch.export names a call: after its op, and not its overload."""
+    return str(overload.overloadpacket.__name__)
 
 
 def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor | None:
@@ -209,65 +294,11 @@ def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor 
     return None if val is None else empty_val(val, val.shape if shape is None else shape, val.dtype)
 
 
-def _fill(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
-    """The neutral [C] tensor for a missing weight, bias or statistic, of the dtype of those that are there."""
-    input_val, graph = val_of(norm.input), node.graph
-    channels: Any = None if input_val is None else input_val.shape[1]
-    size = channels
-    if type(channels) is not int:
-        size = _call(graph, aten.sym_size.int, (norm.input, 1))
-        size.meta = carried(node, channels)
-    filled: Node = fill(norm, name, size, partial(_call, graph))
-    filled.meta = carried(node, None if channels is None else _empty_like(like_of(norm), (channels,)))
-    return filled
-
-
-def _destinations(norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
-    """Where an `.out` call writes: the old destinations, and an empty one for a reserve that the old form lacks."""
-    absent = [role for role in target.destinations if role not in norm.out]
-    made = {}
-    for role in absent:
-        made[role] = _call(node.graph, aten.new_empty.default, (norm.input, [0]), {"dtype": torch.uint8})
-        val = val_of(norm.input)
-        made[role].meta = carried(node, None if val is None else empty_val(val, (0,), torch.uint8))
-    return {**norm.out, **made}
-
-
-def _meta(
-    draft: Draft, site: Site, call: Node, spelled: BatchNorm, target: Form, filled: tuple[str, ...]
-) -> dict[str, Any]:
-    """The call's metadata: the old node's, the values of the new outputs, and what was filled in, for the way back."""
-    old = site.node.meta.get("val")
-    known = dict(zip(site.form.roles, old if isinstance(old, tuple | list) else (old,), strict=False))
-    vals: Any = None
-    if known.get("out") is not None:
-        vals = tuple(output_val(draft, known, spelled, target, role) for role in target.roles)
-    single = target.roles == OUT and vals is not None
-    meta = carried(call if target.roles == OUT and call.meta else site.node, vals[0] if single else vals)
-    if filled or "custom" in meta:
-        custom = {key: value for key, value in (meta.get("custom") or {}).items() if key != ORIGIN}
-        note = {key: value for key, value in note_of(site.node).items() if key not in ("form", "filled")}
-        if filled and target.dialect is Dialect.FAMILY:
-            note |= {"form": site.form.name, "filled": list(filled)}
-        if note:
-            custom[ORIGIN] = note
-        meta["custom"] = custom
-    return meta
-
-
-def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: Form, role: str) -> torch.Tensor:
-    """The `val` of one output of the target, given those of the old call by role; "out" has to be there."""
-    if role in known and (spelled.training or role == "out"):
-        return known[role]  # type: ignore[no-any-return]
-    out = known["out"]
-    (size,), dtype = returned(spelled, role, lambda node: out if node is spelled.input else val_of(node))
-    return draft.fake(out, size, dtype)
-
-
 def _copied(field: str) -> Callable[[Node, BatchNorm], None]:
     def rebuild(holder: Node, norm: BatchNorm) -> None:
         statistic = getattr(norm, field)
-        _become(holder, aten.clone.default, (statistic,), _empty_like(statistic))
+        _become(holder, aten.clone.default, (statistic,))
+        holder.meta = carried(holder, _empty_like(statistic))
 
     return rebuild
 
@@ -278,7 +309,8 @@ def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
     with holder.graph.inserting_before(holder):
         shifted = _call(holder.graph, aten.add.Tensor, (var, norm.eps))
     shifted.meta = carried(holder, _empty_like(var))
-    _become(holder, aten.rsqrt.default, (shifted,), _empty_like(var))
+    _become(holder, aten.rsqrt.default, (shifted,))
+    holder.meta = carried(holder, _empty_like(var))
 
 
 # Outputs that the family's eval op does not return, or not in one shape: rebuilt from the running statistics.
