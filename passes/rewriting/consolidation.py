@@ -65,7 +65,8 @@ class Consolidate:
         rewrite(log, find_sites(draft.graphs), lambda site: _plan_forward(site, inputs), write_forward)
         for call, norm in unwired:
             wire_reserve(draft, call, norm)
-        return log.result(draft.build() if log.edits else program)
+        # every call stays where the old one was, what it reads anew is ahead of it, and what is rebuilt is behind it
+        return log.result(draft.build(lint=False) if log.edits else program)
 
 
 def consolidate(program: Any, *, inplace: bool = False) -> Any:

@@ -118,12 +118,17 @@ def _respell(node: Node, target: Form, norm: BatchNorm | Gradient) -> None:
 def _become(
     node: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> None:
-    """Turns a node into another call, so that its users need no change; each of the three takes torch long to set."""
+    """Turns a node into another call, so that its users need no change."""
     if node.target is not target:
         node.target = target
-    node.args = args
+    _set_args(node, args)
     if node.kwargs or kwargs:
         node.kwargs = kwargs or {}
+
+
+# What `node.args = ` does, without the look-up tables that torch.fx writes anew whenever an attribute is set, as if it
+# were the target: the most that a batch norm cost.
+_set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset
 
 
 def _vals(draft: Draft, site: Site, spelled: BatchNorm, target: Form) -> Any:
