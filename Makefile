@@ -3,9 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TESTS ?=
+FUZZ ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test accept bench interop
+.PHONY: help setup demo check test accept bench fuzz interop
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -21,10 +22,11 @@ $(STAMP): requirements-dev.txt pyproject.toml
 demo: setup ## consolidate a real ResNet-50, train it beside eager, save and load it
 	$(BIN)/python examples/quickstart.py
 
-check: setup ## formatting, lint, types
+check: setup ## formatting, lint, types, size and complexity
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	-$(BIN)/python tools/size.py
 
 test: setup ## every test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
@@ -34,6 +36,9 @@ accept: setup ## rewrite the graph snapshots with what the code does now (read t
 
 bench: setup ## measure the claims of the README: a table, and benchmarks/results.json
 	$(BIN)/python benchmarks/run.py
+
+fuzz: setup ## random programs through random passes, FUZZ=50 times as many as the tests take, new ones each time
+	FUZZ=$(FUZZ) $(BIN)/python -m pytest -n 2 tests/test_chains.py tests/rewriting/test_properties.py tests/folding/test_fold_properties.py $(TESTS)
 
 interop: ## in an environment of its own, ExecuTorch runs a legalized program
 	$(PYTHON) -m venv .venv-interop

@@ -171,7 +171,7 @@ def test_the_readme_snippets_run(tmp_path, monkeypatch):
 def test_the_readme_and_the_makefile_name_the_same_commands():
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z]+):.*##", makefile, re.M))
-    assert targets == {"help", "setup", "demo", "check", "test", "accept", "bench", "interop"}
+    assert targets == {"help", "setup", "demo", "check", "test", "accept", "bench", "fuzz", "interop"}
     assert set(re.findall(r"`make ([a-z]+)`", readme)) <= targets
 
 

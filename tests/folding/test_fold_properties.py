@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from drawn import drawn
 from folds import DIALECTS, FORMS, checked, lively, outputs, sites, vector
 from programs import export, same, saved_and_loaded
 
@@ -113,7 +114,7 @@ OPTIONS = st.fixed_dictionaries(
         "alone": st.sampled_from(["leave", "multiply_add", "depthwise"]),
     }
 )
-DRAWN = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = drawn(25)
 
 
 def _program(steps, returned, form):

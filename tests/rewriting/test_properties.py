@@ -1,10 +1,11 @@
 """Random chains and diamonds of batch norms of every kind: equality, idempotence, saving, an untouched input."""
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from drawn import drawn
 from programs import aten, claim_aten, consolidated, export, legacy_left, same, saved_and_loaded, step
 
 # How a site calls batch norm: functions of (x, weight, bias, mean, var) that return the output.
@@ -62,7 +63,7 @@ SITES = st.lists(
 )
 
 
-DRAWN = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = drawn(20)
 SIZES = st.sampled_from([(), (5,), (4, 4)])
 
 
