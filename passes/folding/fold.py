@@ -94,8 +94,8 @@ class Fold:
 def _refuse_mode(site: Site, trains: bool) -> Reason:
     """Why a site is no constant scale and shift, or is to stay one that is not folded."""
     norm = site.norm
-    if site.problem or norm is None:
-        return Reason(site.problem + ("" if norm is None else quantization(norm.input)))
+    if site.problem:
+        return Reason(site.problem + ("" if norm.input is None else quantization(norm.input)))
     if norm.training and norm.running_mean is None:
         return Reason("it has no running statistics: its batch's are its meaning")
     if norm.training:

@@ -222,7 +222,8 @@ def _reach(state: State, site: Site) -> Reach | Reason:
             if isinstance(constant, str):
                 return Reason(constant)
             constants[name] = constant
-    affine = Affine.of(replace(site.norm, **{name: constant.value() for name, constant in constants.items()}))
+    values: dict[str, Any] = {name: constant.value() for name, constant in constants.items()}
+    affine = Affine.of(replace(site.norm, **values))
     if not affine.finite:
         return Reason("its statistics, weight or bias are not finite, or running_var + eps is not positive")
     tail: list[Node] = []

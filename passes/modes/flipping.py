@@ -16,7 +16,7 @@ from ...decomps.forms import BY_NAME, UPDATED, BatchNorm, Form, Mode, Statistics
 from ..graph.draft import Draft
 from ..graph.journal import Removals, forget, note_of, write_note
 from ..graph.meta import carried, empty_val, set_val
-from ..rewriting.site import Site, find_gradients
+from ..rewriting.site import GradientSite, Site, find_gradients
 from ..rewriting.tracked import root_of
 from ..rewriting.updates import Inputs
 from ..rewriting.writing import forward_of, output_val
@@ -38,9 +38,9 @@ class Switch:
         self.counters = Counters(draft, self.removals)
         self.inputs = Inputs(draft.program) if draft.functional and isinstance(draft.program, ExportedProgram) else None
         self.listed = {value: place for place, (_, value) in enumerate(draft.mutations())}
-        self.gradients: dict[Node, list[Site]] = defaultdict(list)
+        self.gradients: dict[Node, list[GradientSite]] = defaultdict(list)
         for gradient in find_gradients(draft.graphs):
-            made = None if gradient.norm is None else forward_of(gradient.norm)
+            made = forward_of(gradient.norm)
             if made is not None:
                 self.gradients[made].append(gradient)
         self.adds: dict[Node, Node | str | None] = {}

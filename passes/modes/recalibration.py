@@ -158,7 +158,7 @@ class Recalibrate:
         declined = []
         for site in sites:  # all of them before the first one changes: a second call's statistics are the first one's
             norm, note = site.norm, note_of(site.node)
-            if norm is None or norm.running_mean is None:
+            if norm.running_mean is None:
                 continue
             if "frozen" in note or (trains and norm.training is False and "train" not in note):
                 continue

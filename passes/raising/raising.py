@@ -29,7 +29,7 @@ from ..graph.meta import empty_val, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
 from ..graph.result import Declined, Edit, Program, Result
-from ..rewriting.site import Site, read_gradient, read_site
+from ..rewriting.site import module_of, read_gradient, read_site
 from ..rewriting.writing import wire_reserve, write_gradient, write_site
 from .chains import Chain, hold, live
 from .recognition import Candidate, find_forwards, find_gradients
@@ -119,7 +119,7 @@ def _raise_all(
         plan = _plan(candidate, references)
         if isinstance(plan, str):
             name = f"{path}.{candidate.node.name}" if path else candidate.node.name
-            declined.append(Declined(name, _module(candidate.node), ELEMENTARY, plan))
+            declined.append(Declined(name, module_of(candidate.node), ELEMENTARY, plan))
         elif isinstance(plan.norm, BatchNorm):
             edits.append(_raise_forward(draft, plan, path))
         else:
@@ -133,10 +133,6 @@ def _candidates(graph: Graph) -> Iterator[Candidate]:
     """Gradients ahead of the forwards: a gradient may normalise its input anew, which is a forward without weights."""
     yield from find_gradients(graph)
     yield from find_forwards(graph)
-
-
-def _module(node: Node) -> str:
-    return Site(node, "", _GRADIENT, None).module
 
 
 def _saved(node: Any) -> Any:

@@ -15,7 +15,7 @@ from ..graph.draft import Draft
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
 from ..graph.result import Log, Program, Reason, Result
-from .site import Site, find_gradients, find_sites
+from .site import GradientSite, Site, find_gradients, find_sites
 from .updates import Inputs
 from .writing import rewrite, wire_reserve, write_gradient, write_site
 
@@ -55,7 +55,7 @@ class Consolidate:
         def write_forward(site: Site, target: Form) -> None:
             write_site(draft, site, site.norm, target)
 
-        def write_backward(site: Site, target: Form) -> None:
+        def write_backward(site: GradientSite, target: Form) -> None:
             call = write_gradient(draft, site, site.norm, target)
             if site.norm.reserve is None:
                 unwired.append((call, site.norm))
@@ -88,13 +88,13 @@ def consolidate(program: Any, *, inplace: bool = False) -> Any:
 _GRADIENT = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]
 
 
-def _plan_gradient(site: Site, functional: bool) -> Form | str:
+def _plan_gradient(site: GradientSite, functional: bool) -> Form | str:
     if site.form.dialect is Dialect.FAMILY:
         return site.form
     return site.problem or _refuse_backward(site, functional) or _GRADIENT
 
 
-def _refuse_backward(site: Site, functional: bool) -> Reason:
+def _refuse_backward(site: GradientSite, functional: bool) -> Reason:
     """Why the out arguments of a gradient cannot be copied to, empty when they can, or there are none."""
     norm = site.norm
     if not norm.out:

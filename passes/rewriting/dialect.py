@@ -101,7 +101,7 @@ def to_functional(draft: Draft, inputs: Inputs) -> Reason:
 
 def _refuse_update(site: Site, inputs: Inputs) -> Reason:
     """Why the statistics that a batch norm writes in place cannot be listed as mutations, empty when they can."""
-    if site.form.statistics is not Statistics.IN_PLACE or (site.norm is not None and site.norm.training is False):
+    if site.form.statistics is not Statistics.IN_PLACE or site.norm.training is False:
         return Reason()
     told = site.problem or (inputs.unlistable_update(site) if site.tracks else "")
     return Reason(told and f"{site.name} ({site.form.name}): {told}")

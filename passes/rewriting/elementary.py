@@ -16,12 +16,12 @@ from ..graph.journal import ORIGIN
 from ..graph.meta import val_of
 from ..graph.result import Reason
 from ..graph.tracing import trace
-from .site import Site
+from .site import Call, GradientSite
 
 aten = torch.ops.aten
 
 
-def refuse_elementary(site: Site) -> Reason:
+def refuse_elementary(site: Call) -> Reason:
     """Why a site cannot be written as elementary operations, empty when it can."""
     norm = site.norm
     unknown = [node.name for node in _operands(norm).values() if val_of(node) is None]
@@ -30,10 +30,10 @@ def refuse_elementary(site: Site) -> Reason:
         return Reason(told, "trace the program with fake tensors")
     if site.form.destinations:
         return Reason("it writes to its out arguments")
-    return _refuse_forward(site) if isinstance(norm, BatchNorm) else _refuse_gradient(site)
+    return _refuse_gradient(site) if isinstance(site, GradientSite) else _refuse_forward(site)
 
 
-def _refuse_forward(site: Site) -> Reason:
+def _refuse_forward(site: Call) -> Reason:
     for role in ("reserve", "impl_index"):
         if site.used(role):
             return Reason(f"its {role} is read, which elementary operations do not have")
@@ -43,13 +43,13 @@ def _refuse_forward(site: Site) -> Reason:
     return Reason("it has one value a channel or none: its unbiased variance is undefined" if single else "")
 
 
-def _refuse_gradient(site: Site) -> Reason:
+def _refuse_gradient(site: GradientSite) -> Reason:
     masked = (role for role, asked in zip(GRADS, site.norm.output_mask, strict=True) if site.used(role) and not asked)
     role = next(masked, None)
     return Reason("" if role is None else f"its {role} is read, which its output_mask leaves out")
 
 
-def write_elementary(draft: Draft, site: Site) -> None:
+def write_elementary(draft: Draft, site: Call) -> None:
     """Replaces the site's call by the operations of its formula; every output that is read is one of them."""
     node, norm = site.node, site.norm
     made = _inline(site)
@@ -66,9 +66,9 @@ def write_elementary(draft: Draft, site: Site) -> None:
     node.graph.erase_node(node)
 
 
-def _inline(site: Site) -> dict[str, Node]:
+def _inline(site: Call) -> dict[str, Node]:
     """The operations of a site's formula ahead of it: the node of each output that is read, and of what it writes."""
-    norm = site.norm
+    norm: Any = site.norm
     of: Any = formula.forward if isinstance(norm, BatchNorm) else formula.gradient
     wanted = {role for role in site.outputs if site.used(role)} | (set(UPDATED) if site.writes else set())
 
@@ -80,7 +80,7 @@ def _inline(site: Site) -> dict[str, Node]:
     return traced.inline(site.node, operands, metadata_for(site.node))
 
 
-def _update(draft: Draft, site: Site, made: Mapping[str, Node]) -> None:
+def _update(draft: Draft, site: Call, made: Mapping[str, Node]) -> None:
     """Hands on the new running statistics: as mutations of a functional program, else written where the site was."""
     last = site.node
     for role, statistic in zip(UPDATED, (site.norm.running_mean, site.norm.running_var), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import PROGRAM, Log, Program, Reason, Result, top_module
 from .dialect import to_functional, to_training
 from .elementary import refuse_elementary, write_elementary
-from .site import Site, find_gradients, find_sites, read_site
+from .site import Call, GradientSite, Site, find_gradients, find_sites, read_site
 from .targets import NATIVE_GRADIENT, TARGETS, Target, row_of
 from .updates import Inputs
 from .writing import REBUILT, forward_of, rewrite, roles_kept, write_gradient, write_site
@@ -101,7 +102,8 @@ def _change_dialect(draft: Draft, inputs: Inputs | None, target: Target, log: Lo
 
 def _write_formulas(draft: Draft, inputs: Inputs | None, log: Log) -> None:
     """Every gradient and every forward as elementary operations."""
-    for site in chain(find_gradients(draft.graphs), find_sites(draft.graphs)):
+    sites: Iterable[Call] = chain(find_gradients(draft.graphs), find_sites(draft.graphs))
+    for site in sites:
         reason = site.problem or refuse_elementary(site)
         if not reason and draft.functional and inputs is not None and site.writes:
             reason = inputs.unlistable_update(site)
@@ -116,7 +118,7 @@ def _write_forms(draft: Draft, inputs: Inputs | None, target: Target, log: Log) 
     """Every gradient and every forward as the target's row for it."""
     functional = draft.functional
 
-    def gradient(site: Site) -> Form | str:
+    def gradient(site: GradientSite) -> Form | str:
         form = _gradient_form(site, target)
         return form if form is site.form else _refuse_gradient(site, form, target, functional) or form
 
@@ -138,14 +140,14 @@ def _write_forms(draft: Draft, inputs: Inputs | None, target: Target, log: Log) 
     rewrite(log, find_sites(draft.graphs), forward, write)
 
 
-def _gradient_form(site: Site, target: Target) -> Form:
+def _gradient_form(site: GradientSite, target: Target) -> Form:
     """The row of a gradient: the target's, but PyTorch's own for running statistics, which no library has."""
-    if target.gradient is None or site.norm is None:
+    if target.gradient is None:
         return site.form
     return row_of(target.gradient if site.norm.training else NATIVE_GRADIENT)
 
 
-def _refuse_gradient(site: Site, form: Form, target: Target, functional: bool) -> str:
+def _refuse_gradient(site: GradientSite, form: Form, target: Target, functional: bool) -> str:
     """Why a gradient cannot be written as a row, empty when it can."""
     if site.problem or site.form.destinations:
         return site.problem or Reason("it writes to its out arguments")
@@ -156,14 +158,14 @@ def _refuse_gradient(site: Site, form: Form, target: Target, functional: bool) -
     return _refuse_pin(site, target, functional) if target.pins is not None and site.norm.training else ""
 
 
-def _refuse_pin(site: Site, target: Target, functional: bool) -> str:
+def _refuse_pin(site: GradientSite, target: Target, functional: bool) -> str:
     """Why a gradient cannot be one library's: its forward, which has to be the same one's, will not be."""
     made = forward_of(site.norm)
     if made is None or target.form is None:
         return Reason("its forward is not in the graph, and which kernel ran it is not known")
     forward = read_site(made, site.path)
-    if forward.norm is None:
-        return forward.problem
+    if forward.problem:
+        return Reason(f"its forward cannot be pinned: {forward.problem}")
     reason = _refuse_form(forward, target.form(forward, functional), functional, target.pins, free=("reserve",))
     return reason and reason.inside("its forward cannot be pinned: {}")
 

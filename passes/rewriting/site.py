@@ -1,35 +1,38 @@
-"""Finding the batch norms of a graph: one `Site` a node, read as a `BatchNorm` record."""
+"""Finding the batch norms of a graph: one `Site` a forward, one `GradientSite` a gradient, each read as its record."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-import torch
 from torch.fx import Graph, Node
 
 from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, Statistics, form_of
+from ...decomps.ops import filled_with
 from ...decomps.outputs import NEUTRAL
 from ..graph.journal import note_of
+from ..graph.meta import val_of
+
+Graphs = Iterable[tuple[str, Graph]]
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
-    """One batch-norm node, forward (`find_sites`) or gradient (`find_gradients`).
+class Call:
+    """One call of a batch norm, forward or gradient.
 
     node: the call. path: dotted path of the nested graph it lies in, empty at the top.
-    form, norm: the row it was read by, and the BatchNorm or Gradient that it says; norm is None when it cannot be read.
+    form, norm: the row it was read by, and the record that it says; a record of nothing where an argument is missing.
     outputs: for each output role in use, the nodes that hold that output (the node itself when the op returns one
-    tensor). problem: why the site cannot be read, empty when it can.
+    tensor). problem: why the record does not say what is computed, empty when it does.
     """
 
     node: Node
     path: str
     form: Form
-    norm: Any
+    norm: BatchNorm | Gradient
     outputs: dict[str, list[Node]] = field(default_factory=dict)
     problem: str = ""
 
@@ -46,8 +49,7 @@ class Site:
     @property
     def module(self) -> str:
         """Dotted path of the module that the batch norm was traced from, empty when the graph does not say."""
-        stack = self.node.meta.get("nn_module_stack")
-        return str(list(stack.values())[-1][0]) if stack else ""
+        return module_of(self.node)
 
     @property
     def owner(self) -> str:
@@ -55,105 +57,110 @@ class Site:
         return re.sub(r"@\d+$", "", self.module)
 
     @property
-    def tracks(self) -> bool:
-        """Whether it can be read and has running statistics."""
-        return self.norm is not None and self.norm.running_mean is not None
-
-    @property
     def writes(self) -> bool:
         """Whether its call writes its running statistics, whatever its schema says of that."""
-        return self.tracks and self.form.statistics is Statistics.IN_PLACE and self.norm.training is True
+        tracks = self.norm.running_mean is not None
+        return tracks and self.form.statistics is Statistics.IN_PLACE and self.norm.training is True
 
     def used(self, role: str) -> bool:
         """Whether something reads this output."""
         return any(holder.users for holder in self.outputs.get(role, ()))
 
 
-def find_sites(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
+@dataclass(frozen=True, eq=False)
+class Site(Call):
+    """A forward."""
+
+    norm: BatchNorm
+
+    @property
+    def tracks(self) -> bool:
+        """Whether it can be read and has running statistics."""
+        return self.norm.running_mean is not None
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSite(Call):
+    """A gradient."""
+
+    norm: Gradient
+
+
+def module_of(node: Node) -> str:
+    """Dotted path of the module that a node was traced from, empty when the graph does not say."""
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+S = TypeVar("S", Site, GradientSite)
+
+
+def find_sites(graphs: Graphs) -> Iterator[Site]:
     """Every batch norm of the graphs in the order in which it runs, each read when it is reached: a pass that edits
     while it iterates sees what its earlier edits made of a site.
 
     Costs a side-table look-up for each form and a sort of what is found, whatever the size of the graph.
     """
-    for path, graph in graphs:
-        for node in sorted(find_nodes([(path, graph)])):
-            yield read_site(node, path)
+    return _found(graphs, BY_TARGET, read_site)
 
 
-def find_nodes(graphs: Iterable[tuple[str, Graph]]) -> list[Node]:
-    """The calls of every batch norm of the graphs, unread and in no order."""
-    return [
-        node
-        for _, graph in graphs
-        for target in BY_TARGET
-        for node in graph.find_nodes(op="call_function", target=target)
-    ]
-
-
-def find_gradients(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Site]:
+def find_gradients(graphs: Graphs) -> Iterator[GradientSite]:
     """Every gradient of a batch norm, as `find_sites` finds the forwards."""
+    return _found(graphs, GRADIENT_BY_TARGET, read_gradient)
+
+
+def find_nodes(graphs: Graphs) -> list[Node]:
+    """The calls of every batch norm of the graphs, unread and in no order."""
+    return [node for _, graph in graphs for node in _calls(graph, BY_TARGET)]
+
+
+def _calls(graph: Graph, targets: Iterable[Any]) -> Iterator[Node]:
+    return (node for target in targets for node in graph.find_nodes(op="call_function", target=target))
+
+
+def _found(graphs: Graphs, targets: Iterable[Any], read: Callable[[Node, str], S]) -> Iterator[S]:
     for path, graph in graphs:
-        found = [node for target in GRADIENT_BY_TARGET for node in graph.find_nodes(op="call_function", target=target)]
-        for node in sorted(found):
-            yield read_gradient(node, path)
-
-
-def read_gradient(node: Node, path: str = "") -> Site:
-    """The site of a call of one of the overloads in GRADIENTS."""
-    form = form_of(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-    try:
-        norm: Gradient = form.read(node.args, node.kwargs)
-    except KeyError as absent:
-        return Site(node, path, form, None, problem=f"argument {absent.args[0]} is missing from the call")
-    if form.dialect is Dialect.FAMILY and "weight" in _filled(node) and is_fill(norm.weight, NEUTRAL["weight"]):
-        norm = replace(norm, weight=None)
-    outputs, problem = _outputs(node, form)
-    if type(norm.training) is not bool or type(norm.eps) not in (float, int):
-        problem = problem or f"{_found(norm.training)}, {_found(norm.eps)} are its mode and eps, not literals"
-    val = norm.input.meta.get("val") if isinstance(norm.input, Node) else None
-    if isinstance(val, torch.Tensor) and val.ndim < 2:
-        problem = problem or f"its input is of rank {val.ndim}, expected [N, C, *]"
-    return Site(node, path, form, norm, outputs, problem)
-
-
-def _filled(node: Node) -> list[str]:
-    """What the call's note says was filled in."""
-    return note_of(node).get("filled") or []
+        for node in sorted(_calls(graph, targets)):
+            yield read(node, path)
 
 
 def read_site(node: Node, path: str = "") -> Site:
     """The site of a call of one of the overloads in FORMS."""
+    return _read(Site, node, path)
+
+
+def read_gradient(node: Node, path: str = "") -> GradientSite:
+    """The site of a call of one of the overloads in GRADIENTS."""
+    return _read(GradientSite, node, path)
+
+
+def _read(kind: type[S], node: Node, path: str) -> S:
     form = form_of(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     try:
         norm = _as_it_was(node, form, form.read(node.args, node.kwargs))
     except KeyError as absent:
-        return Site(node, path, form, None, problem=f"argument {absent.args[0]} is missing from the call")
+        nothing = form.record(*[None] * (len(fields(form.record)) - 2))
+        return kind(node, path, form, nothing, problem=f"argument {absent.args[0]} is missing from the call")
     outputs, problem = _outputs(node, form)
-    return Site(node, path, form, norm, outputs, problem or _unreadable(norm))
+    return kind(node, path, form, norm, outputs, problem or _unreadable(norm))
 
 
-def _as_it_was(node: Node, form: Form, norm: BatchNorm) -> BatchNorm:
+def _as_it_was(node: Node, form: Form, norm: Any) -> Any:
     """The record without the weight, bias or statistics that were only filled in because the family needs them.
 
     The note of what was filled in travels with metadata, and metadata is copied freely: it counts only on a call of the
     family, and only for an operand that is the constant that was filled in.
     """
-    noted = _filled(node) if form.dialect is Dialect.FAMILY else ()
+    noted = note_of(node).get("filled") if form.dialect is Dialect.FAMILY else None
     if not noted:
         return norm
-    absent: dict[str, Any] = dict.fromkeys(f for f in noted if is_fill(getattr(norm, f), NEUTRAL[f]))
-    return replace(norm, **absent)
+    absent = [name for name, value in NEUTRAL.items() if name in noted and is_fill(getattr(norm, name, None), value)]
+    return replace(norm, **dict.fromkeys(absent))
 
 
 def is_fill(node: Any, value: int) -> bool:
     """Whether a node makes a tensor of this value alone, as written here or as decompositions rewrite it."""
-    op = getattr(getattr(node, "target", None), "_schema", None)
-    if op is None:
-        return False
-    name = op.name.removeprefix("aten::")
-    if name in ("full", "new_full"):
-        return bool(node.args[-1] == value)
-    return name in (("new_zeros", "zeros"), ("new_ones", "ones"))[value]
+    return isinstance(node, Node) and filled_with(node.target, node.args, node.kwargs) == value
 
 
 def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
@@ -169,35 +176,39 @@ def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
     return held, ""
 
 
-def _unreadable(norm: BatchNorm) -> str:
+def _unreadable(norm: BatchNorm | Gradient) -> str:
     """Why the record does not say what is computed, empty when it does."""
-    val = norm.input.meta.get("val") if isinstance(norm.input, Node) else None
-    if isinstance(val, torch.Tensor):
-        if val.ndim < 2:
-            return f"its input is of rank {val.ndim}, expected [N, C, *]"
-        if wrong := _wrong_length(norm, val.shape[1]):
-            return wrong
+    val = val_of(norm.input)
+    if val is not None and val.ndim < 2:
+        return f"its input is of rank {val.ndim}, expected [N, C, *]"
+    if val is not None and (wrong := _wrong_length(norm, val.shape[1])):
+        return wrong
     if type(norm.training) is not bool:
-        return f"training is {_found(norm.training)}, not a literal True or False: the mode is not known"
+        return f"training is {_found_as(norm.training)}, not a literal True or False: the mode is not known"
     if type(norm.eps) not in (float, int):
-        return f"eps is {_found(norm.eps)}, not a literal number"
-    if (norm.running_mean is None) is not (norm.running_var is None):
-        absent, given = ("running_mean", "running_var")[:: 1 if norm.running_mean is None else -1]
-        return f"{absent} is None and {given} is {_found(getattr(norm, given))}: pass both or neither"
-    if norm.running_mean is None and not norm.training:
-        return "it normalises with running statistics and has none: eval without running_mean, running_var is undefined"
-    return ""
+        return f"eps is {_found_as(norm.eps)}, not a literal number"
+    return _half_given(norm) if isinstance(norm, BatchNorm) else ""  # a gradient in training does without statistics
 
 
-def _wrong_length(norm: BatchNorm, channels: Any) -> str:
+def _wrong_length(norm: BatchNorm | Gradient, channels: Any) -> str:
     """The first of weight, bias and statistics that is known not to be [C]: some kernels of the family read on."""
     for name in NEUTRAL:
-        val = getattr(getattr(norm, name), "meta", {}).get("val")
-        if not isinstance(val, torch.Tensor) or type(channels) is not int or val.numel() == channels:
+        val = val_of(getattr(norm, name, None))
+        if val is None or type(channels) is not int or val.numel() == channels:
             continue
         return f"{name} has {val.numel()} elements, expected {channels}, one for each channel of the input"
     return ""
 
 
-def _found(value: object) -> str:
+def _half_given(norm: BatchNorm) -> str:
+    """Which running statistics are missing that there have to be."""
+    if (norm.running_mean is None) is not (norm.running_var is None):
+        absent, given = ("running_mean", "running_var")[:: 1 if norm.running_mean is None else -1]
+        return f"{absent} is None and {given} is {_found_as(getattr(norm, given))}: pass both or neither"
+    if norm.running_mean is None and not norm.training:
+        return "it normalises with running statistics and has none: eval without running_mean, running_var is undefined"
+    return ""
+
+
+def _found_as(value: object) -> str:
     return f"the value of node {value.name}" if isinstance(value, Node) else repr(value)

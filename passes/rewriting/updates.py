@@ -15,7 +15,7 @@ from torch.fx import Node
 from ...decomps.forms import FIELDS
 from ..graph.effects import may_alias
 from ..graph.signature import MUTATIONS, input_specs
-from .site import Site
+from .site import Call
 
 
 class Inputs:
@@ -25,11 +25,11 @@ class Inputs:
         self.program = program
         self.specs = input_specs(program)
 
-    def unlistable_update(self, site: Site) -> str:
+    def unlistable_update(self, site: Call) -> str:
         """Why the update of the site's statistics cannot be listed, empty when it can."""
         return self.unlistable(site, site.norm.running_mean) or self.unlistable(site, site.norm.running_var)
 
-    def unlistable(self, site: Site, statistic: Node) -> str:
+    def unlistable(self, site: Call, statistic: Node) -> str:
         """Why the site's write to this statistic cannot be listed, empty when it can.
 
         A new value takes the place of the statistic in every later reader. So nothing else may share its memory, which

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ...decomps.forms import Dialect, Statistics
+from ...decomps.forms import Dialect
 from ..graph.nest import graphs_of
 from ..graph.result import Program
 from ..graph.signature import MUTATED, is_functional
-from .site import find_gradients, find_sites
+from .site import Call, find_gradients, find_sites
 
 
 def verify(program: Program) -> tuple[str, ...]:
@@ -48,16 +48,15 @@ def _sites(program: Program) -> list[str]:
     found = []
     graphs = graphs_of(program)
     valued = any("val" in node.meta for _, graph in graphs for node in graph.find_nodes(op="placeholder"))
-    for site in (*find_sites(graphs), *find_gradients(graphs)):
+    sites: list[Call] = [*find_sites(graphs), *find_gradients(graphs)]
+    for site in sites:
         if site.problem:
             found.append(f"{site.name}: {site.problem}")
         if valued and "val" not in site.node.meta:
             found.append(f"{site.name}: it has no val, which saving needs")
-        norm: Any = site.norm
-        writes = norm is not None and norm.training and site.form.statistics is Statistics.IN_PLACE
-        if writes and is_functional(program) and site.form.dialect is Dialect.FAMILY:
+        if site.writes and is_functional(program) and site.form.dialect is Dialect.FAMILY:
             found.append(
-                f"{site.name}: it writes {norm.running_mean} in place, and a functional program lists mutations"
+                f"{site.name}: it writes {site.norm.running_mean} in place, and a functional program lists mutations"
             )
     return found
 

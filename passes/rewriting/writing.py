@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -18,14 +18,14 @@ from ..graph.draft import Draft
 from ..graph.journal import note_of, write_note
 from ..graph.meta import carried, empty_val, val_of
 from ..graph.result import Log
-from .site import Site
+from .site import Call, GradientSite, Site
+
+S = TypeVar("S", bound=Call)
 
 aten = torch.ops.aten
 
 
-def rewrite(
-    log: Log, sites: Iterable[Site], plan: Callable[[Site], Form | str], write: Callable[[Site, Form], object]
-) -> None:
+def rewrite(log: Log, sites: Iterable[S], plan: Callable[[S], Form | str], write: Callable[[S, Form], object]) -> None:
     """Writes each site as the row that is planned for it, and logs that, or the reason that is planned instead.
 
     Sites are read one at a time, when they are reached, so that an edit sees what earlier ones made of a later site:
@@ -70,7 +70,7 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
         _list_updates(draft, call, norm, target)
 
 
-def write_gradient(draft: Draft, site: Site, norm: Gradient, target: Form) -> Node:
+def write_gradient(draft: Draft, site: GradientSite, norm: Gradient, target: Form) -> Node:
     """Replaces the call of a gradient by `norm` spelled as `target`, and returns it.
 
     A missing weight is filled in where the target asks for one; a missing reserve is left for `wire_reserve`.
@@ -89,7 +89,7 @@ def write_gradient(draft: Draft, site: Site, norm: Gradient, target: Form) -> No
     return call
 
 
-def _place(site: Site, target: Form) -> Node:
+def _place(site: Call, target: Form) -> Node:
     """The node that becomes the call, where the old one was: that one itself, but the node that held the output where
     several outputs become one tensor, and a new one where one tensor becomes several.
     """
@@ -150,7 +150,7 @@ def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: 
     return draft.fake(out, size, dtype)
 
 
-def _describe(call: Node, site: Site, target: Form, vals: Any, filled: dict[str, Node]) -> None:
+def _describe(call: Node, site: Call, target: Form, vals: Any, filled: dict[str, Node]) -> None:
     """The call's metadata: the old node's, the values of the new outputs, and what was filled in, for the way back."""
     call.meta.pop("tensor_meta", None)
     call.meta.pop("val", None)
@@ -159,7 +159,7 @@ def _describe(call: Node, site: Site, target: Form, vals: Any, filled: dict[str,
     _note(call, site, target, filled)
 
 
-def _note(call: Node, site: Site, target: Form, filled: dict[str, Node]) -> None:
+def _note(call: Node, site: Call, target: Form, filled: dict[str, Node]) -> None:
     """Notes what was filled in for the family. `custom`, where notes are, is the one key of the metadata that torch
     saves, loads and carries through a retrace.
     """
@@ -205,7 +205,7 @@ def _handed(
     return True
 
 
-def _copied_out(site: Site, last: Node, index: int, role: str, place: Node) -> Node:
+def _copied_out(site: GradientSite, last: Node, index: int, role: str, place: Node) -> Node:
     """Copies a gradient to where an `.out` call wrote it, which whoever held that output now reads."""
     call = site.node
     with call.graph.inserting_after(last):

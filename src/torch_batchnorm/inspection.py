@@ -185,7 +185,7 @@ def _known(device: str | None) -> None:
 def _backend(site: Site, device: str | None) -> dict[str, Any]:
     """What the family runs on a device, for a site that it can be asked of."""
     norm = site.norm
-    if device is None or norm is None or site.problem:
+    if device is None or site.problem:
         return {}
     vals: dict[str, Any] = {f: getattr(getattr(norm, f), "meta", {}).get("val") for f in FIELDS[:5]}
     if not isinstance(vals["input"], torch.Tensor):
@@ -203,7 +203,7 @@ def _state(module: torch.nn.Module) -> set[str]:
 def _entry(site: Site, names: dict[Node, str], state: set[str]) -> Entry:
     entry = Entry(site.node.name, site.path, site.module, site.form.name, problem=site.problem)
     norm = site.norm
-    if norm is None:
+    if norm.input is None:  # nothing of it could be read
         return entry
     tensors: dict[str, Any] = {
         f: None if (t := _attached(getattr(norm, f))) is None else names.get(t, t.name) for f in FIELDS[1:5]
