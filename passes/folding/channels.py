@@ -19,7 +19,7 @@ from ...decomps.ops import OP_BY_TARGET, Kind, kind_of
 from ..graph.calls import arguments_of, measures, op_of
 from ..graph.constants import State
 from ..graph.effects import cast_of
-from ..graph.meta import sizes_of, val_of
+from ..graph.meta import same_sizes, sizes_of, val_of
 from ..graph.result import Reason
 
 aten = torch.ops.aten
@@ -211,29 +211,6 @@ def _quotient(many: Sequence[Any], few: Sequence[Any]) -> int | None:
         whole, part = math.prod(many), math.prod(few)
         return None if part == 0 or whole % part or whole == 0 else whole // part
     return 1 if statically_known_true(math.prod(many) == math.prod(few)) else None
-
-
-def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes, or strides, are known to be equal, without a guard on what is dynamic."""
-    if len(a) != len(b):
-        return False
-    pairs = zip(a, b, strict=True)
-    return all(x == y if type(x) is type(y) is int else statically_known_true(x == y) for x, y in pairs)
-
-
-def format_of(val: Tensor) -> torch.memory_format | None:
-    """The memory format that a tensor lies in, dense; None when it is another layout."""
-    formats: dict[torch.memory_format, tuple[int, ...]] = {torch.contiguous_format: tuple(range(val.ndim))}
-    if val.ndim in (4, 5):
-        last = torch.channels_last if val.ndim == 4 else torch.channels_last_3d
-        formats[last] = (0, *range(2, val.ndim), 1)
-    for kind, order in formats.items():
-        dense: list[Any] = [1]
-        for dim in reversed(order):
-            dense.append(dense[-1] * val.shape[dim])
-        if same_sizes([val.stride()[dim] for dim in reversed(order)], dense[:-1]):
-            return kind
-    return None
 
 
 # How an op passes channels on, by its kind in OPS, by its name where that is SCALING, by overload where it has none.

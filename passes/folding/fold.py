@@ -12,12 +12,11 @@ from ...decomps.forms import UPDATED
 from ...errors import InvalidChoice
 from ..graph.constants import State, quantization
 from ..graph.draft import Draft
-from ..graph.meta import sizes_of, val_of
+from ..graph.meta import same_sizes, sizes_of, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Log, Program, Reason, Result
 from ..rewriting.site import Site, find_nodes, find_sites
-from .channels import same_sizes
 from .plan import Plan
 from .weights import EXPECTED
 from .writing import Writing, returned_as_they_are

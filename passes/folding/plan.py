@@ -12,13 +12,14 @@ from torch.fx import Node
 
 from ...decomps.affine import Affine
 from ...decomps.forms import FIELDS, HALF
+from ..graph.calls import measures
 from ..graph.constants import Constant, State
 from ..graph.draft import Draft
-from ..graph.meta import val_of
+from ..graph.meta import format_of, same_sizes, val_of
 from ..graph.result import Reason
 from ..rewriting.site import Site
-from .channels import Place, Scales, format_of, readers, same_sizes, transfer_of
-from .walk import Found, Walk
+from .channels import Place, Scales, readers, transfer_of
+from .walk import Walk
 from .weights import Target, alike, refuse_loss, refuse_range, refuse_sharing
 
 if TYPE_CHECKING:
@@ -106,45 +107,44 @@ class Plan:
 
     def _decide(self, site: Site, direction: str) -> Reason:
         """Decides that a site goes there, or says why it cannot."""
-        reach, source = self.reaches[site], site.norm.input
+        reach, up = self.reaches[site], direction == "up"
+        decision = Decision(site, reach, direction)
         if reason := _refuse_layout(site, reach):
             return reason
         if direction == "alone":
-            return self._alone(Decision(site, reach, direction, affine=reach.affine))
-        found: Found | Reason
-        if direction == "up":
-            found = self.walk.go([Place(source, site.node, 1, reach.affine)], up=True)
-        elif site.norm.out:
-            found = Reason("its output is an out argument too")
-        else:
-            late = self.walk.refuse_late_read(source, site.node)
-            found = late or self.walk.go(readers(reach.ends, 1, reach.affine), up=False)
+            return self._alone(decision, reach.affine)
+        if site.norm.out and not up:
+            return Reason("its output is an out argument too")
+        if not up and (reason := self.walk.refuse_late_read(site.norm.input, site.node)):
+            return reason
+        start = [Place(site.norm.input, site.node, 1, reach.affine)] if up else readers(reach.ends, 1, reach.affine)
+        found = self.walk.go(start, up)
         if isinstance(found, Reason):
             return found
-        decision = Decision(site, reach, direction, scaled=found[1])
-        for target, affine in found[0]:
+        layers, decision.scaled = found
+        for target, affine in layers:
             target = self.walk.targets.setdefault((target.call, target.reader), target)
             self.walk.cloned |= {target.call} if target.reader is not None else set()
             decision.targets.append(target)
             # the last one that goes down comes first of all that happens to the input
-            target.folds[direction].insert(0 if direction == "down" else len(target.folds["up"]), (site, affine))
+            target.folds[direction].insert(len(target.folds["up"]) if up else 0, (site, affine))
         self._note(decision)
         return Reason()
 
     def _note(self, decision: Decision) -> None:
-        """Notes what is decided, and what stands for the nodes that go."""
-        site, reach = decision.site, decision.reach
+        """Notes what is decided, and where walks go on behind the nodes that go."""
+        site, reach, past = decision.site, decision.reach, self.walk.past
         self.decided[site] = decision
-        self.walk.gone |= {node: (source, node) for node, source in decision.scaled.items()}
+        past |= {(node, True): [(source, node)] for node, source in decision.scaled.items()}
         if _has_one_end(decision):
-            held = (*reach.tail, *site.outputs["out"])
-            self.walk.gone |= dict.fromkeys(held, (site.norm.input, site.node))
+            past |= {(node, True): [(site.norm.input, site.node)] for node in (*reach.tail, *site.outputs["out"])}
         if decision.direction == "down":
-            self.walk.handed[site.node] = reach.ends
+            past[site.node, False] = [
+                (user, end) for end in reach.ends for user in end.users if not measures(user, end)
+            ]
 
-    def _alone(self, decision: Decision) -> Reason:
+    def _alone(self, decision: Decision, affine: Affine) -> Reason:
         """Decides that a site is computed on its own, or with the one alone whose output it reads, or says why not."""
-        affine: Any = decision.affine
         source = decision.site.norm.input
         val: Any = val_of(source)
         if self.options.alone == "leave":
@@ -157,10 +157,10 @@ class Plan:
         if before is None and (reason := self._refuse_alone(None, affine, dtype)):
             return reason
         self._note(decision)
-        if before is not None and before.affine is not None:
-            before.affine, decision.affine = before.affine.then(affine), None
+        made = before or decision
+        made.affine = affine if made.affine is None else made.affine.then(affine)
         if _has_one_end(decision):
-            self._alone_at[decision.reach.ends[0]] = before or decision
+            self._alone_at[decision.reach.ends[0]] = made
         return Reason()
 
     def _refuse_alone(self, first: Affine | None, affine: Affine, dtype: torch.dtype) -> Reason:

@@ -17,7 +17,7 @@ from ..graph.constants import State, quantization
 from ..graph.draft import Draft
 from ..graph.effects import accesses, bases_of
 from ..graph.result import Reason
-from .channels import Onward, Place, Scales, readers, transfer_of
+from .channels import Onward, Place, Scales, transfer_of
 from .weights import Target, listed, target_of
 
 # What a walk makes of an op: where it goes on, the layer at its end, or why it cannot go on. What it finds in the end.
@@ -29,16 +29,15 @@ class Walk:
     """Walks through a graph as it is, past what goes according to the folds that are decided so far.
 
     targets: the layers that take something in, by call and by the reader that is to have a call of its own. cloned: the
-    layers that are called once more. gone: nodes that a decided fold takes out, for walks up, each with what stands for
-    it and who reads that. handed: the batch norms that go down, for walks down, each with what holds its output.
+    layers that are called once more. past: the nodes that go and where a walk goes on behind them, by direction (up or
+    not): the next node, and the one that it is asked from.
     """
 
     def __init__(self, draft: Draft, state: State, clone_calls: bool) -> None:
         self.draft, self.state, self.clone_calls = draft, state, clone_calls
         self.targets: dict[tuple[Node, Node | None], Target] = {}
         self.cloned: set[Node] = set()
-        self.gone: dict[Node, tuple[Node, Node]] = {}
-        self.handed: dict[Node, tuple[Node, ...]] = {}
+        self.past: dict[tuple[Node, bool], list[tuple[Node, Node]]] = {}
 
     def go(self, start: list[Place] | Reason, up: bool) -> Found | Reason:
         """The layers at the ends of all ways, each with what it is to take in, in its own channels, and the constant
@@ -51,75 +50,50 @@ class Walk:
         work = start[::-1]
         while work:
             at = work.pop()
-            onward = self._up(at) if up else self._down(at)
+            onward = self._step(at, up)
             if isinstance(onward, Reason):
                 return Reason(at.within + onward, onward.remedy)
             if isinstance(onward, tuple):
                 layers.append(onward)
                 continue
             work += onward[::-1]
-            if at.node not in self.gone and isinstance(transfer_of(at.node), Scales):
+            if (at.node, up) not in self.past and isinstance(transfer_of(at.node), Scales):
                 scaled[at.node] = onward[0].node
         return layers, scaled
 
-    def _up(self, at: Place) -> Step:
-        node = at.node
-        others = [user for user in node.users if user is not at.came and not measures(user, node)]
+    def _step(self, at: Place, up: bool) -> Step:
+        node, others = at.node, []
+        if up:
+            others = [user for user in node.users if user is not at.came and not measures(user, node)]
         if node.target in LAYER_BY_TARGET:
-            return self._behind(at, others)
-        if node in self.gone:
-            stands, reader = self.gone[node]
-            onward: Onward = [replace(at, node=stands, came=reader)]
-        else:
-            onward = self._passed(at, up=True)
+            return self._refuse_clone(node, others) or self._end(at, up, at.came if others else None)
+        past, row = self.past.get((node, up), ()), transfer_of(node)
+        onward: Onward = [replace(at, node=further, came=came) for further, came in past]
+        if not past:
+            onward = None if row is None else row.onward(self.state, at, up)
         if onward is None:
-            return _refuse_foreign(node)
+            return _refuse_foreign(node, up)
         return Reason(f"{node.name} is read by {listed(others)} too") if others else onward
 
-    def _down(self, at: Place) -> Step:
-        node = at.node
-        if node.target in LAYER_BY_TARGET:
-            return self._ahead(at)
-        if node in self.handed:
-            return readers(self.handed[node], at.axis, at.affine)
-        foreign = f"its output is read by {node.name} ({node.target}), which is no convolution or linear map"
-        onward = self._passed(at, up=False)
-        return Reason(foreign) if onward is None else onward
-
-    def _passed(self, at: Place, up: bool) -> Onward:
-        row = transfer_of(at.node)
-        return None if row is None else row.onward(self.state, at, up)
-
-    def _behind(self, at: Place, others: list[Node]) -> Step:
-        """A layer takes in what comes behind it; if others read its output, a call of its own does."""
-        call = at.node
+    def _refuse_clone(self, call: Node, others: list[Node]) -> Reason:
+        """Why a layer whose output others read too cannot be called once more."""
         if others and not self.clone_calls:
             return Reason(f"{call.name} is read by {listed(others)} too", "clone_calls=True calls it once more")
-        if others and (late := self.refuse_late_read(call, call)):
-            return late
-        target = self._target(call, at.came if others else None)
-        if isinstance(target, Reason):
-            return target
-        if at.axis != target.axis(call) or at.affine.scale.numel() != target.width(out=True):
-            return Reason(f"its channels are not those that {call.name} ({call.target}) makes")
-        return target, at.affine
+        return self.refuse_late_read(call, call) if others else Reason()
 
-    def _ahead(self, at: Place) -> Step:
-        """A layer takes in what comes ahead of it."""
-        call, target = at.node, self._target(at.node, None)
+    def _end(self, at: Place, up: bool, reader: Node | None) -> Step:
+        """A layer takes in what comes behind it, or ahead of it. reader: None, or who gets a call of its own."""
+        call, named = at.node, f"{at.node.name} ({at.node.target})"
+        target = self.targets.get((call, reader)) or target_of(self.state, call, reader)
         if isinstance(target, Reason):
             return target
-        if target.layer.input is not at.came or call in self.cloned:
+        if not up and (target.layer.input is not at.came or call in self.cloned):
             return Reason(f"its output is more than the input of {call.name}")
-        if at.axis != target.axis(at.came) or at.affine.scale.numel() != target.width(out=False):
-            return Reason(f"its channels are not those that {call.name} ({call.target}) reads")
-        if not target.layer.uniform and bool(at.affine.shift.any()):
-            named = f"{call.name} ({call.target})"
+        if (at.axis, at.affine.scale.numel()) != target.channels(call if up else at.came, out=up):
+            return Reason(f"its channels are not those that {named} {'makes' if up else 'reads'}")
+        if not up and not target.layer.uniform and bool(at.affine.shift.any()):
             return Reason(f"{named} pads with zeros, or spreads its input out, and so sees its shift unevenly")
         return target, at.affine
-
-    def _target(self, call: Node, reader: Node | None) -> Target | Reason:
-        return self.targets.get((call, reader)) or target_of(self.state, call, reader)
 
     def refuse_late_read(self, value: Node, node: Node) -> Reason:
         """Why a value may be another one by the time that something behind a node reads it, as far as one can tell:
@@ -142,7 +116,10 @@ class Walk:
         return Reason(f"{value.name} may be written to by {listed(late)}") if late else Reason()
 
 
-def _refuse_foreign(value: Node) -> Reason:
-    made: Any = value.args[0] if value.target is operator.getitem else value
-    what = "an input" if value.op == "placeholder" else made.target
-    return Reason(f"its input {value.name} ({what}) is made by no convolution or linear map{quantization(value)}")
+def _refuse_foreign(node: Node, up: bool) -> Reason:
+    """Why a walk ends at a node that is no layer and passes no channels on."""
+    if not up:
+        return Reason(f"its output is read by {node.name} ({node.target}), which is no convolution or linear map")
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    what = "an input" if node.op == "placeholder" else made.target
+    return Reason(f"its input {node.name} ({what}) is made by no convolution or linear map{quantization(node)}")

@@ -51,11 +51,11 @@ class Target:
         vals = (self.weight.tensor, val_of(self.call), val_of(self.layer.weight))
         return max((val.dtype for val in vals if val is not None), key=lambda dtype: torch.finfo(dtype).eps)
 
-    def axis(self, value: Node) -> int:
-        """The dimension of its input, or of its output, that holds the channels."""
+    def channels(self, value: Node, out: bool) -> tuple[int, int]:
+        """The dimension of its output, or of its input, that holds the channels, and how many these are."""
         weight: Any = val_of(self.layer.weight)
         val: Any = val_of(value)
-        return int(val.ndim - 1 - (weight.ndim - 2))
+        return int(val.ndim - 1 - (weight.ndim - 2)), self.width(out)
 
     def width(self, out: bool) -> int:
         """How many channels it makes, or reads."""

@@ -13,12 +13,11 @@ from ...decomps.affine import Affine
 from ...decomps.forms import HALF, UPDATED
 from ..graph.constants import Constant, State
 from ..graph.draft import Draft
-from ..graph.meta import val_of
+from ..graph.meta import format_of, same_sizes, val_of
 from ..graph.tracing import in_one_mode
 from ..rewriting.elementary import metadata_for
 from ..rewriting.site import Site
 from ..rewriting.tracked import counters_beside
-from .channels import format_of, same_sizes
 from .plan import Decision, Group, Plan
 from .weights import Target
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils._mode_utils import no_dispatch
 
@@ -26,6 +27,29 @@ def sizes_of(sizes: Iterable[Any]) -> tuple[Any, ...]:
 def _plain(size: Any) -> Any:
     known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
     return size if known is None else known
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes, or strides, are known to be equal, without a guard on what is dynamic."""
+    if len(a) != len(b):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(x == y if type(x) is type(y) is int else statically_known_true(x == y) for x, y in pairs)
+
+
+def format_of(val: torch.Tensor) -> torch.memory_format | None:
+    """The memory format that a tensor lies in, dense; None when it is another layout."""
+    formats: dict[torch.memory_format, tuple[int, ...]] = {torch.contiguous_format: tuple(range(val.ndim))}
+    if val.ndim in (4, 5):
+        last = torch.channels_last if val.ndim == 4 else torch.channels_last_3d
+        formats[last] = (0, *range(2, val.ndim), 1)
+    for kind, order in formats.items():
+        dense: list[Any] = [1]
+        for dim in reversed(order):
+            dense.append(dense[-1] * val.shape[dim])
+        if same_sizes([val.stride()[dim] for dim in reversed(order)], dense[:-1]):
+            return kind
+    return None
 
 
 def channel_axis(val: torch.Tensor | None) -> int | None:
