@@ -11,7 +11,9 @@ from torch import Tensor
 from .forms import HALF, BatchNorm
 from .layers import Layer
 
-# How much a fold may lose by its own rounding, in standard deviations of a channel, by the dtype of the weight.
+# How much a fold may lose by its own rounding, in standard deviations of a channel, by the dtype of the weight: counted
+# against exact arithmetic. Not folded, a layer loses about as much, as its output is rounded where the folded bias
+# cancels: this guards against numbers that mean nothing, not against folding.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2.0**-5, torch.bfloat16: 2.0**-4}
 
 

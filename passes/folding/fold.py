@@ -68,7 +68,8 @@ class Fold:
         with torch.inference_mode(False), torch.no_grad():  # new tensors like those that the program had
             result = self._folded(program)
         calls = self.clone_calls or self.alone == "depthwise"
-        if calls and result.edits and result.declined:  # there are new calls, which those may fold into
+        # There are new calls, which those may fold into: once more, so that a second run by a user changes nothing.
+        if calls and result.edits and result.declined:
             again = self(result.program)
             return Result(again.program, result.edits + again.edits, again.declined)
         return result

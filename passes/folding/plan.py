@@ -83,7 +83,7 @@ class Plan:
         self.reaches = {site: reach for site, reach in reached.items() if isinstance(reach, Reach)}
         self.refused = {site: reason for site, reason in reached.items() if isinstance(reason, Reason)}
         blocked: dict[tuple[Site, str], Reason] = {}
-        while True:
+        while True:  # it ends: each time more is blocked
             self.walk = Walk(draft, state, options.clone_calls)
             self.decided: dict[Site, Decision] = {}
             self.groups: list[Group] = []
@@ -113,7 +113,7 @@ class Plan:
             return reason
         if direction == "alone":
             return self._alone(decision, reach.affine)
-        if site.norm.out and not up:
+        if site.norm.out and not up:  # who reads that memory is not in the graph's edges
             return Reason("its output is an out argument too")
         if not up and (reason := self.walk.refuse_late_read(site.norm.input, site.node)):
             return reason
@@ -151,6 +151,7 @@ class Plan:
             return Reason()
         wide = val.dtype in HALF and not decision.convolves(self.options.alone)
         dtype = torch.float32 if wide else val.dtype
+        # a row of batch norms alone is one multiply-add, where the dtype holds what they are together
         before = self._alone_at.get(source) if len(source.users) == 1 else None
         if before is not None and self._refuse_alone(before.affine, affine, dtype):
             before = None
@@ -176,7 +177,7 @@ class Plan:
         for targets in self._by_memory():
             for target in () if self.options.force else targets:
                 yield from target.losses()
-            own = [target for target in targets if target.reader is None]
+            own = [target for target in targets if target.reader is None]  # the others have weights of their own anyway
             reason = refuse_sharing(self.state, own)
             if reason and not self.options.clone_weights:
                 for target in own:
@@ -228,6 +229,7 @@ def _reach(state: State, site: Site) -> Reach | Reason:
         return Reason("its statistics, weight or bias are not finite, or running_var + eps is not positive")
     tail: list[Node] = []
     ends = tuple(head for head in site.outputs["out"] if head.users)
+    # What scales its output, and is all that reads it, is a part of it: a layer scale, a number times it.
     while len(ends) == 1 and len(ends[0].users) == 1 and not site.norm.out:
         (reader,) = ends[0].users
         row = transfer_of(reader)

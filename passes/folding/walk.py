@@ -45,6 +45,7 @@ class Walk:
         """
         if isinstance(start, Reason):
             return start
+        # A list of what is left, not a recursion: programs have longer rows of batch norms than Python's stack is deep.
         layers: list[tuple[Target, Affine]] = []
         scaled: dict[Node, Node] = {}
         work = start[::-1]
@@ -63,7 +64,7 @@ class Walk:
 
     def _step(self, at: Place, up: bool) -> Step:
         node, others = at.node, []
-        if up:
+        if up:  # who else reads it would read something else after the fold; down, every reader is walked to
             others = [user for user in node.users if user is not at.came and not measures(user, node)]
         if node.target in LAYER_BY_TARGET:
             return self._refuse_clone(node, others) or self._end(at, up, at.came if others else None)
@@ -91,6 +92,7 @@ class Walk:
             return Reason(f"its output is more than the input of {call.name}")
         if (at.axis, at.affine.scale.numel()) != target.channels(call if up else at.came, out=up):
             return Reason(f"its channels are not those that {named} {'makes' if up else 'reads'}")
+        # a zero that a convolution pads with would have to become the shift
         if not up and not target.layer.uniform and bool(at.affine.shift.any()):
             return Reason(f"{named} pads with zeros, or spreads its input out, and so sees its shift unevenly")
         return target, at.affine

@@ -48,6 +48,7 @@ class Target:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The coarsest of what its weight, in the state and as it is read, and its output are held in."""
+        # autocast reads a float32 weight in float16: what overflows there overflows, whatever the state holds
         vals = (self.weight.tensor, val_of(self.call), val_of(self.layer.weight))
         return max((val.dtype for val in vals if val is not None), key=lambda dtype: torch.finfo(dtype).eps)
 
@@ -100,9 +101,10 @@ class Target:
         made, bias = self._written(torch.empty_like(old), exact), self._bias()
         bias = bias if out is None else bias * out.scale + out.shift
         held = [tensor.to(self.dtype) for tensor in (made, bias)]
+        # weights that were not finite give outputs that were not: a fold behind them changes nothing
         if not _is_finite(held) and (self.folds["down"] or _is_finite(self._held())):
             return Reason(f"its scale or its shift takes {name} out of the range of {self.dtype}")
-        if self.dtype in HALF and not force:
+        if self.dtype in HALF and not force:  # below their smallest normal number the half types lose digits, then all
             precise = self._written(torch.empty_like(old, dtype=torch.float64), exact)
             error, size = (self._sums(tensor) for tensor in (precise - held[0].double(), precise))
             if float((error / size.clamp_min(torch.finfo(torch.float64).tiny)).max()) > LIMITS[self.dtype]:
@@ -155,6 +157,7 @@ def refuse_sharing(state: State, targets: list[Target]) -> Reason:
     """
     if not targets:
         return Reason()
+    # A module that is called twice is folded once where all its calls agree, to the bit.
     name, calls = targets[0].weight.name, [target.call for target in targets]
     found = state.readers(name)
     others = [reader for reader in found if reader not in calls]
@@ -207,9 +210,9 @@ def _refuse_call(form: LayerForm, call: Node) -> Reason:
     val = val_of(operand)
     if val is None or val_of(call) is None:
         return Reason(f"the graph keeps no shapes (no val) for {named}", "trace it with fake tensors")
-    if val.dtype not in LIMITS:
+    if val.dtype not in LIMITS:  # integers and complex numbers have no rounding that is counted
         return Reason(f"the weight of {named} is {val.dtype}, {EXPECTED}")
-    if (val.ndim == 2) is form.kernel or val.ndim < 2:
+    if (val.ndim == 2) is form.kernel or val.ndim < 2:  # matmul with a batch of matrices, or with a vector
         return Reason(f"the weight of {named} has {val.ndim} dimensions")
     plain = form.plain(call.args, call.kwargs)
     return Reason() if plain else Reason(f"{named} scales its product or its bias (alpha, beta)")
@@ -223,6 +226,7 @@ def _refuse_constants(target: Target) -> Reason:
     if weight.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
         return Reason(f"{weight.name} is {weight.tensor.dtype}, {EXPECTED}")
     shape, out = () if bias is None else tuple(bias.value().shape), target.width(out=True)
+    # addmm broadcasts its first operand: a matrix, or a column, is no bias of one value a channel
     if bias is None or shape == (1,) * (len(shape) - 1) + (out,):
         return Reason()
     return Reason(f"the bias of {named} is {list(shape)}, expected [{out}]")

@@ -43,8 +43,9 @@ class Writing:
             self.draft.replace(node, stands)
         for decision in decisions:
             dead += self._stand_in(decision)
+        # decomposed, a batch norm returns the statistics that it did not write, and the signature lists them as written
         self.draft.drop_unchanged()
-        for node in sorted(dead, reverse=True):
+        for node in sorted(dead, reverse=True):  # readers first
             self.state.prune(node)
         if not self.plan.options.keep_state:
             self.state.drop(counters_beside)
@@ -80,6 +81,7 @@ class Writing:
             return None
         val: Any = val_of(first.call if first.form.bias is None else first.layer.bias or first.layer.weight)
         bias = group.bias.to(val.dtype).to(weight.tensor.device)
+        # a new bias learns if its weight does, or a shift that is in it
         sites = (site for target in group.targets for folds in target.folds.values() for site, _ in folds)
         learns = weight.tensor.requires_grad or any(self._learns(site, "weight", "bias") for site in sites)
         return self.state.add(weight, f"{leaf}_folded" if first.fresh else leaf, bias, learns)
@@ -105,7 +107,8 @@ class Writing:
             with call.graph.inserting_after(call):
                 cloned = call.graph.node_copy(call)
             target.reader.replace_input_with(call, cloned)
-            self.draft.forget_signatures(call)  # its module is called otherwise now
+            # torch.export.unflatten would look for the one call that the module's signature tells of
+            self.draft.forget_signatures(call)
             call = cloned
         changed = {}
         if weight is not None:
@@ -145,6 +148,7 @@ class Writing:
         if decision.affine is not None:
             stands = self._alone(decision, decision.affine, stands)
         have, want = val_of(stands), val_of(ends[0]) if ends else None
+        # readers may rely on strides (view does): what stands for the site has its own, or is copied
         if have is not None and want is not None and not site.norm.out and not same_sizes(have.stride(), want.stride()):
             stands = self._new(site.node, aten.clone.default, (stands,), {"memory_format": format_of(want)})
             stands.meta["val"] = want
@@ -174,7 +178,7 @@ class Writing:
         if folded:
             args = (source, scale, shift, ones, zeros, ones, False, zeros, channels)
             return self._new(site.node, aten.convolution.default, args)
-        if half:
+        if half:  # as the kernels do, which compute in float32 and round once
             source = self._new(site.node, aten._to_copy.default, (source,), {"dtype": dtype})
         if spatial:
             scale, shift = (self._new(site.node, aten.view.default, (t, [channels, *ones])) for t in (scale, shift))
