@@ -11,9 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...errors import InvalidChoice
-from ..forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect
+from ..forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect
 from .pinned import run_pinned
-from .rules import Backend, Build
+from .rules import KERNELS, NATIVE, Backend, Build, Vendor
 from .selection import explain_backend
 
 
@@ -22,9 +22,9 @@ class _Forced(TorchFunctionMode):
     backward runs in, and whether the block is over by then, it is that op's.
     """
 
-    def __init__(self, backend: Backend | None) -> None:
+    def __init__(self, library: Vendor | None) -> None:
         super().__init__()
-        self.backend = backend
+        self.library = library
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -33,7 +33,7 @@ class _Forced(TorchFunctionMode):
         if torch.compiler.is_compiling() or _blocks.innermost[-1] is not self:
             return func(*args, **kwargs)
         rows = BY_TARGET.get(func) or GRADIENT_BY_TARGET.get(func)
-        if self.backend is None or rows is None or rows[0].dialect is not Dialect.FAMILY:
+        if self.library is None or rows is None or rows[0].dialect is not Dialect.FAMILY:
             return func(*args, **kwargs)
         form = rows[0]
         record = form.read(args, kwargs)
@@ -41,17 +41,17 @@ class _Forced(TorchFunctionMode):
         if traced or isinstance(record.input, torch._subclasses.FakeTensor) or record.input.is_meta:
             return func(*args, **kwargs)  # a graph keeps its choice for when it runs
         if form in BY_TARGET.get(func, ()):
-            self._refuse_unless_possible(form.name, record)
-        return run_pinned(self.backend.value, form, record)
+            _refuse_unless_possible(self.library, form.name, record)
+        return run_pinned(self.library, form, record)
 
-    def _refuse_unless_possible(self, name: str, norm: Any) -> None:
-        if self.backend is Backend.NATIVE:
-            return
-        tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-        why = explain_backend(*tensors, norm.training, norm.eps)
-        if why.backend is not self.backend:
-            wanted = self.backend.value if self.backend else "auto"
-            raise InvalidChoice(f"{name} cannot run on {wanted}, which was asked for: {why}")
+
+def _refuse_unless_possible(library: Vendor, name: str, norm: BatchNorm) -> None:
+    if library is NATIVE:
+        return
+    tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    why = explain_backend(*tensors, norm.training, norm.eps)
+    if why.backend is not library.backend:
+        raise InvalidChoice(f"{name} cannot run on {library.name}, which was asked for: {why}")
 
 
 @contextmanager
@@ -70,18 +70,17 @@ def backend(choice: str | Backend) -> Iterator[None]:
     >>> with backend("native"):
     ...     out = torch.ops.aten._batch_norm_no_update(torch.ones(2, 3), *[torch.ones(3)] * 4, 0.1, 1e-5)
     """
-    names = [*(member.value for member in _FORCEABLE), "auto"]
+    names = [*KERNELS, "auto"]
     name = choice.value if isinstance(choice, Backend) else choice
     if name not in names:
         raise InvalidChoice(f"found backend {name!r}, expected one of {', '.join(names)}")
-    build, chosen = Build.here(), None if name == "auto" else Backend(name)
-    installed = {Backend.CUDNN: build.cudnn, Backend.MIOPEN: build.miopen}
-    if chosen in installed and installed[chosen] is None:
+    library = KERNELS.get(name)
+    if library is not None and Build.here(library).version is None:
         raise InvalidChoice(
             f"backend {name} was asked for, and PyTorch {torch.__version__} is built without it: "
             "install a build that has it, or ask for native or auto"
         )
-    mode = _Forced(chosen)
+    mode = _Forced(library)
     _blocks.innermost.append(mode)
     try:
         with mode:
@@ -98,6 +97,3 @@ class _Blocks(threading.local):
 
 
 _blocks = _Blocks()
-
-
-_FORCEABLE = (Backend.NATIVE, Backend.CUDNN, Backend.MIOPEN)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..family import written
 from ..forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Form, Gradient, Statistics
-
-aten = torch.ops.aten
-
-
-# The overloads that are one library's kernel, forward and backward.
-PINNED = MappingProxyType(
-    {
-        "native": (aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
-        "cudnn": (aten.cudnn_batch_norm.default, aten.cudnn_batch_norm_backward.default),
-        "miopen": (aten.miopen_batch_norm.default, aten.miopen_batch_norm_backward.default),
-    }
-)
+from .rules import NATIVE, Vendor
 
 
-def run_pinned(library: str, form: Form, record: BatchNorm | Gradient) -> Any:
-    """What a call of a form of the family returns, computed by one library's op. `library`: a key of PINNED."""
-    forward, backward = PINNED[library]
+def run_pinned(library: Vendor, form: Form, record: BatchNorm | Gradient) -> Any:
+    """What a call of a form of the family returns, computed by one library's op."""
     if isinstance(record, Gradient):
         # No library has a backward of running statistics but PyTorch.
-        target = GRADIENT_BY_TARGET[backward if record.training else PINNED["native"][1]][0]
+        target = GRADIENT_BY_TARGET[(library if record.training else NATIVE).backward][0]
         args, _ = target.write(record)
         grads = target.overload(*args)
         return tuple(g if asked else None for g, asked in zip(grads, record.output_mask, strict=True))
@@ -39,7 +26,7 @@ def run_pinned(library: str, form: Form, record: BatchNorm | Gradient) -> Any:
             running_mean=record.running_mean.clone(),
             running_var=record.running_var.clone(),
         )
-    target = BY_TARGET[forward][0]
+    target = BY_TARGET[library.forward][0]
     args, _ = target.write(record)
     found = dict(zip(target.roles, target.overload(*args), strict=True))
     found.setdefault("reserve", record.input.new_empty((0,), dtype=torch.uint8))

@@ -13,6 +13,7 @@ from torch._subclasses.fake_impls import register_op_impl
 
 from ..forms import BY_TARGET, GRADIENT_BY_TARGET, HALF, BatchNorm, Gradient
 from .pinned import run_pinned
+from .rules import KERNELS, NATIVE
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def no_update(*args: Any) -> Any:
     norm = _NO_UPDATE.read(args, {})
     tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
     chosen = torch._C._select_batch_norm_backend(*tensors, False, norm.eps)
-    return run_pinned(chosen.name.lower(), _NO_UPDATE, norm)
+    return run_pinned(KERNELS[chosen.name.lower()], _NO_UPDATE, norm)
 
 
 def _backward_on_cuda(original: Any) -> Any:
@@ -41,7 +42,7 @@ def _backward_on_cuda(original: Any) -> Any:
     def backward(keys: Any, *args: Any) -> Any:
         gradient = _BACKWARD.read(args, {})
         if not gradient.training or _lacks_reserve(gradient):
-            return run_pinned("native", _BACKWARD, gradient)
+            return run_pinned(NATIVE, _BACKWARD, gradient)
         return original.call_boxed(keys, *args)
 
     return backward

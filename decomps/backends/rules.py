@@ -1,4 +1,4 @@
-"""What each library's kernel asks of a batch norm: one row a rule, and the vendors that have them."""
+"""VENDORS: one row for each library whose kernel may run a batch norm: how to find it, what it asks for, its ops."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..forms import HALF
+
+aten = torch.ops.aten
 
 
 class Backend(Enum):
@@ -23,28 +27,34 @@ class Backend(Enum):
     NATIVE = "native"
     CPU = "cpu"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Backend | None:
+        """The member of a vendor that has a row and no name here."""
+        if not any(vendor.name == value for vendor in VENDORS):
+            return None
+        member = object.__new__(cls)
+        member._name_, member._value_ = str(value).upper(), str(value)
+        return cls._value2member_map_.setdefault(value, member)  # type: ignore[return-value]
+
 
 @dataclass(frozen=True)
 class Build:
-    """What a PyTorch can choose from: the versions of cuDNN and MIOpen (None: not built in), and whether
-    `torch.backends.cudnn.enabled`, the one switch for both, is on.
+    """What a PyTorch has of one vendor's library: its version, None when it is not built in, and whether
+    `torch.backends.cudnn.enabled`, the one switch for all of them, is on.
     """
 
-    cudnn: int | None
-    miopen: int | None
+    version: int | None
     enabled: bool
 
     @classmethod
-    def here(cls) -> Build:
+    def here(cls, vendor: Vendor) -> Build:
         """This PyTorch."""
-        has, hip = torch._C._has_cudnn, torch.version.hip is not None
-        version = torch.backends.cudnn.version() if has else None  # type: ignore[no-untyped-call]
-        enabled = bool(torch.backends.cudnn.enabled)
-        return cls(None if hip else version, (version or 0) if hip else None, enabled)
+        return cls(vendor.version(), bool(torch.backends.cudnn.enabled))
 
-
-# A current PyTorch for a device that this one is not built for.
-ASSUMED = {"cuda": Build(cudnn=90000, miopen=None, enabled=True), "hip": Build(None, miopen=30400, enabled=True)}
+    @classmethod
+    def assumed(cls, vendor: Vendor) -> Build:
+        """A current PyTorch for the vendor's device, where this one is not built for it."""
+        return cls(vendor.current, True)
 
 
 @dataclass(frozen=True)
@@ -141,7 +151,7 @@ def _statistics(call: Call) -> bool:
     return given == (True, True) or (given == (False, False) and call.training)
 
 
-# What both libraries ask for.
+# What every library asks for.
 _SHARED = (
     Rule("the switch torch.backends.cudnn.enabled", lambda c: c.build.enabled, "on", lambda c: c.build.enabled),
     Rule("weight and bias", lambda c: _given(c, "weight", "bias"), "both given", _present),
@@ -154,9 +164,13 @@ _SHARED = (
 )
 
 
+def _version(call: Call) -> object:
+    return call.build.version or "not built in"
+
+
 # aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend.
-CUDNN_RULES = (
-    Rule("cuDNN", lambda c: c.build.cudnn or "not built in", "5110 or newer", lambda c: (c.build.cudnn or 0) >= 5110),
+_CUDNN_RULES = (
+    Rule("cuDNN", _version, "5110 or newer", lambda c: (c.build.version or 0) >= 5110),
     *_SHARED,
     Rule("dtype", _dtypes, "float32, float64, or float16 with a float32 weight; no bfloat16", _cudnn_dtypes),
     Rule("rank", lambda c: c.input.ndim, "3 or more", lambda c: c.input.ndim >= 3),
@@ -176,8 +190,8 @@ CUDNN_RULES = (
 )
 
 
-MIOPEN_RULES = (
-    Rule("MIOpen", lambda c: c.build.miopen or "not built in", "any", lambda c: c.build.miopen is not None),
+_MIOPEN_RULES = (
+    Rule("MIOpen", _version, "any", lambda c: c.build.version is not None),
     *_SHARED,
     Rule(
         "dtype",
@@ -198,3 +212,89 @@ MIOPEN_RULES = (
 def choose(call: Call, rules: Sequence[Rule]) -> tuple[Verdict, ...]:
     """Every rule applied to a call. What a rule looks at may be symbolic: such a rule holds unless it cannot."""
     return tuple(Verdict(r.name, str(r.found(call)), r.limit, bool(r.holds(call))) for r in rules)
+
+
+def _library_version() -> int | None:
+    """What is built in under the name of cuDNN: that, or MIOpen in a build for ROCm."""
+    return torch.backends.cudnn.version() if torch._C._has_cudnn else None  # type: ignore[no-untyped-call]
+
+
+def _cudnn_version() -> int | None:
+    return None if torch.version.hip else _library_version()
+
+
+def _miopen_version() -> int | None:
+    return None if torch.version.hip is None else _library_version() or 0
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """A library that has a batch norm of its own.
+
+    name: as a backend, and as a target of `legalize`. title: in words. forward, backward: the overloads that are its
+    kernel. devices: what PyTorch calls its devices, the name that is its alone first. built: whether this PyTorch is
+    for them. version: of the library in this PyTorch, None when it is not built in. current: that of a current PyTorch
+    for its device. rules: what it asks for, in the order in which PyTorch asks. note: what to know of every answer.
+    """
+
+    name: str
+    title: str
+    forward: OpOverload
+    backward: OpOverload
+    devices: tuple[str, ...] = ()
+    built: Callable[[], bool] = lambda: True
+    version: Callable[[], int | None] = lambda: 0
+    current: int = 0
+    rules: tuple[Rule, ...] = ()
+    note: str = ""
+
+    @property
+    def backend(self) -> Backend:
+        """What `select_backend` calls it."""
+        return Backend(self.name)
+
+
+VENDORS: tuple[Vendor, ...] = (
+    Vendor(
+        "cudnn",
+        "cuDNN",
+        aten.cudnn_batch_norm.default,
+        aten.cudnn_batch_norm_backward.default,
+        devices=("cuda",),
+        built=lambda: torch.version.cuda is not None,
+        version=_cudnn_version,
+        current=90000,
+        rules=_CUDNN_RULES,
+    ),
+    # A ROCm build calls its device "cuda" too.
+    Vendor(
+        "miopen",
+        "MIOpen",
+        aten.miopen_batch_norm.default,
+        aten.miopen_batch_norm_backward.default,
+        devices=("hip", "cuda"),
+        built=lambda: torch.version.hip is not None,
+        version=_miopen_version,
+        current=30400,
+        rules=_MIOPEN_RULES,
+        note="MIOpen's rules differ between ROCm releases",
+    ),
+)
+
+
+# PyTorch's own kernel: of every device, and without a rule.
+NATIVE = Vendor("native", "PyTorch", aten.native_batch_norm.default, aten.native_batch_norm_backward.default)
+
+
+# What a batch norm can be pinned to.
+KERNELS = MappingProxyType({vendor.name: vendor for vendor in (NATIVE, *VENDORS)})
+
+
+def vendor_of(device: str) -> Vendor | None:
+    """The vendor for a device type: of this PyTorch when it is built for one, else the first; None when there is none.
+
+    >>> vendor_of("hip").title
+    'MIOpen'
+    """
+    there = [vendor for vendor in VENDORS if device in vendor.devices]
+    return next((vendor for vendor in there if vendor.built()), there[0] if there else None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .rules import ASSUMED, CUDNN_RULES, DYNAMIC, MIOPEN_RULES, Backend, Build, Call, Verdict, choose
+from .rules import DYNAMIC, VENDORS, Backend, Build, Call, Verdict, choose, vendor_of
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,11 @@ class Explanation:
     @property
     def reason(self) -> str:
         """In words, why it is this backend."""
-        failed = [str(rule) for rule in self.rules if not rule.holds]
-        if self.backend in (Backend.CUDNN, Backend.MIOPEN):
-            dynamic = [rule for rule in self.rules if rule.found.endswith(DYNAMIC)]
-            said = "".join(f"; {rule.rule} is {rule.found}, limit: {rule.limit}" for rule in dynamic)
-            return f"every rule of {self.backend.value} holds{said}"
-        return "; ".join(failed or map(str, self.rules))
+        if failed := [str(rule) for rule in self.rules if not rule.holds]:
+            return "; ".join(failed)
+        dynamic = [rule for rule in self.rules if rule.found.endswith(DYNAMIC)]
+        said = "".join(f"; {rule.rule} is {rule.found}, limit: {rule.limit}" for rule in dynamic)
+        return f"every rule of {self.backend.value} holds{said}"
 
     def __str__(self) -> str:
         return f"{self.backend.value}: {self.reason}" + (f" ({self.note})" if self.note else "")
@@ -67,25 +66,18 @@ def explain_backend(
     Backend.NATIVE
     """
     place = torch.device(input.device if device is None else device).type
-    if place not in ("cuda", "hip"):
+    vendor = vendor_of(place)
+    if vendor is None:
+        libraries = " or ".join(row.title for row in VENDORS)
         kind = Backend.CPU if place == "cpu" else Backend.NATIVE
-        return Explanation(kind, (Verdict("device", place, "cuda, for cuDNN or MIOpen", False),))
-    here = Build.here()
-    built = torch.version.hip if place == "hip" else torch.version.cuda or torch.version.hip
-    build = here if built else ASSUMED[place]
-    call = Call(input, weight, bias, running_mean, running_var, training, eps, build)
-    vendor = Backend.MIOPEN if build.miopen is not None else Backend.CUDNN
-    verdicts = choose(call, MIOPEN_RULES if vendor is Backend.MIOPEN else CUDNN_RULES)
-    backend = vendor if all(verdict.holds for verdict in verdicts) else Backend.NATIVE
-    notes = []
-    if not built:
-        library = "MIOpen" if vendor is Backend.MIOPEN else "cuDNN"
-        notes.append(
-            f"PyTorch {torch.__version__} is not built for {place} and would say native: this is a build with {library}"
-        )
-    if vendor is Backend.MIOPEN:
-        notes.append("MIOpen's rules differ between ROCm releases")
-    return Explanation(backend, verdicts, "; ".join(notes))
+        return Explanation(kind, (Verdict("device", place, f"cuda, for {libraries}", False),))
+    built = vendor.built()
+    build = Build.here(vendor) if built else Build.assumed(vendor)
+    verdicts = choose(Call(input, weight, bias, running_mean, running_var, training, eps, build), vendor.rules)
+    backend = vendor.backend if all(verdict.holds for verdict in verdicts) else Backend.NATIVE
+    stock = f"PyTorch {torch.__version__} is not built for {place} and would say native"
+    notes = ("" if built else f"{stock}: this is a build with {vendor.title}", vendor.note)
+    return Explanation(backend, verdicts, "; ".join(filter(None, notes)))
 
 
 def select_backend(

@@ -22,7 +22,7 @@ def _auto(norm: BatchNorm) -> bool:
     if not norm.training:
         return False
     tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    return select_backend(*tensors, True, norm.eps) in (Backend.CUDNN, Backend.MIOPEN)
+    return select_backend(*tensors, True, norm.eps) not in (Backend.NATIVE, Backend.CPU)
 
 
 # What `keep` may be called by: which of the sites are kept.

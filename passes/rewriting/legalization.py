@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.export import ExportedProgram
 
-from ...decomps.backends.rules import Backend
+from ...decomps.backends.rules import Vendor
 from ...decomps.backends.selection import explain_backend
 from ...decomps.forms import FIELDS, UPDATED, Form, Statistics
 from ...errors import InvalidChoice
@@ -170,7 +170,7 @@ def _refuse_pin(site: GradientSite, target: Target, functional: bool) -> str:
     return reason and reason.inside("its forward cannot be pinned: {}")
 
 
-def _refuse_form(site: Site, form: Form, functional: bool, pins: Backend | None, free: tuple[str, ...] = ()) -> Reason:
+def _refuse_form(site: Site, form: Form, functional: bool, pins: Vendor | None, free: tuple[str, ...] = ()) -> Reason:
     """Why a site that can be read cannot be written as a row, empty when it can. `free`: outputs to overlook."""
     norm = site.norm
     if form is site.form:
@@ -197,15 +197,14 @@ def _refuse_outputs(site: Site, form: Form, free: tuple[str, ...]) -> Reason:
     return Reason()
 
 
-def _refuse_library(site: Site, pins: Backend) -> Reason:
+def _refuse_library(site: Site, pins: Vendor) -> Reason:
     """The rules of a library that a site breaks, where its shape is known, empty when none."""
     norm = site.norm
     vals: dict[str, Any] = {f: getattr(getattr(norm, f), "meta", {}).get("val") for f in FIELDS[:5]}
     if not isinstance(vals["input"], torch.Tensor):
-        return Reason(f"the shape of its input is not known, and {pins.value} has rules")
-    device = {Backend.CUDNN: "cuda", Backend.MIOPEN: "hip"}[pins]
-    why = explain_backend(**vals, training=norm.training, eps=norm.eps, device=device)
-    return Reason("" if why.backend is pins else f"{pins.value} cannot run it: {why.reason}")
+        return Reason(f"the shape of its input is not known, and {pins.name} has rules")
+    why = explain_backend(**vals, training=norm.training, eps=norm.eps, device=pins.devices[0])
+    return Reason("" if why.backend is pins.backend else f"{pins.name} cannot run it: {why.reason}")
 
 
 def _set_cudnn_enabled(draft: Draft, enabled: bool, log: Log) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...decomps.backends.rules import Backend
+from ...decomps.backends.rules import VENDORS, Vendor
 from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect, Form, row_in
 from .site import Site
 
@@ -39,14 +39,19 @@ class Target:
 
     form: the row a site is written as, given whether the program is functional; None for elementary operations.
     gradient: the overload of its gradients, None to leave them. dialect: "training" or "functional" where the program
-    has to be one. pins: the backend whose rules a site has to keep. meaning: for whom.
+    has to be one. pins: the vendor whose rules a site has to keep. meaning: for whom.
     """
 
     form: Callable[[Site, bool], Form] | None
     meaning: str
     gradient: Any = None
     dialect: str | None = None
-    pins: Backend | None = None
+    pins: Vendor | None = None
+
+
+def _pinned(vendor: Vendor) -> Target:
+    form = row_of(vendor.forward)
+    return Target(lambda site, functional: form, f"{vendor.title}'s kernel, pinned", vendor.backward, pins=vendor)
 
 
 NATIVE_GRADIENT = aten.native_batch_norm_backward.default
@@ -65,18 +70,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "training": Target(_family, "training a program that was decomposed", dialect="training"),
         "functional": Target(_family, "consumers of functional programs, without retracing", dialect="functional"),
         "native": Target(_native, "PyTorch's own kernel, pinned", NATIVE_GRADIENT),
-        "cudnn": Target(
-            lambda site, functional: row_of(aten.cudnn_batch_norm.default),
-            "cuDNN's kernel, pinned",
-            aten.cudnn_batch_norm_backward.default,
-            pins=Backend.CUDNN,
-        ),
-        "miopen": Target(
-            lambda site, functional: row_of(aten.miopen_batch_norm.default),
-            "MIOpen's kernel, pinned",
-            aten.miopen_batch_norm_backward.default,
-            pins=Backend.MIOPEN,
-        ),
+        **{vendor.name: _pinned(vendor) for vendor in VENDORS},
         # float32 statistics for half types; the one target without a way back.
         "math": Target(None, "consumers with no batch norm at all: elementary operations"),
     }

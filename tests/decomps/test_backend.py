@@ -16,18 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_batchnorm as tbn
 from programs import TENSORS, consolidated, export, same, step
+from rows import run_with
 from torch_batchnorm import Backend, ops
 from torch_batchnorm.decomps.backends import forcing, rules
 from torch_batchnorm.decomps.backends import registration as kernels
-from torch_batchnorm.decomps.backends.pinned import PINNED
-from torch_batchnorm.decomps.backends.rules import CUDNN_RULES, Build, Call, choose
+from torch_batchnorm.decomps.backends.rules import KERNELS, Build, Call, choose
 from torch_batchnorm.decomps.forms import FORMS, GRADIENTS, Dialect
 
 aten = torch.ops.aten
 TAIL = (0.1, 1e-5)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 FAMILY = [form for form in FORMS if form.dialect is Dialect.FAMILY]
-CUDNN = Build(cudnn=90000, miopen=None, enabled=True)
+CUDNN, CURRENT = KERNELS["cudnn"], Build(version=90000, enabled=True)
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
 
 calls = st.fixed_dictionaries(
@@ -73,7 +73,7 @@ def test_the_rules_with_this_builds_facts_give_this_builds_answer(call):
     with FakeTensorMode():
         tensors = fakes(**call)
         answer = torch._C._select_batch_norm_backend(*tensors, training, eps)
-    verdicts = choose(Call(*tensors, training, eps, Build.here()), CUDNN_RULES)
+    verdicts = choose(Call(*tensors, training, eps, Build.here(CUDNN)), CUDNN.rules)
     cudnn = call["device"] == "cuda" and all(v.holds for v in verdicts)
     assert answer.name == ("Cudnn" if cudnn else "Native")
 
@@ -91,7 +91,7 @@ def test_the_rules_before_the_batch_limit_are_the_builds_and_so_is_the_limit(cal
     batch = mode.from_tensor(torch.empty(4), symbolic_context=sizes).shape[0]
     with mode:
         tensors = fakes(**call, batch=batch)
-        verdicts = {v.rule: v for v in choose(Call(*tensors, training, eps, CUDNN), CUDNN_RULES)}
+        verdicts = {v.rule: v for v in choose(Call(*tensors, training, eps, CURRENT), CUDNN.rules)}
         torch._C._select_batch_norm_backend(*tensors, training, eps)
     before = ("weight and bias", "running statistics", "dtype", "rank")
     reached = call["device"] == "cuda" and all(verdicts[name].holds for name in before)
@@ -148,9 +148,9 @@ def test_the_explanation_says_where_it_knows_more_than_this_build():
 
 
 def test_the_switch_is_a_rule(monkeypatch):
-    disabled = Build(cudnn=90000, miopen=None, enabled=False)
-    monkeypatch.setitem(rules.ASSUMED, "cuda", disabled)
-    monkeypatch.setattr(Build, "here", classmethod(lambda _: disabled))
+    disabled = Build(version=90000, enabled=False)
+    for build in ("here", "assumed"):
+        monkeypatch.setattr(Build, build, classmethod(lambda *_: disabled))
     assert "the switch torch.backends.cudnn.enabled is False, outside the limit: on" in str(explain())
 
 
@@ -306,7 +306,7 @@ def test_what_is_not_there_is_a_clear_error():
 
 def test_a_batch_norm_that_the_library_cannot_run_is_an_error_with_the_rule(monkeypatch):
     op, args = _case()
-    monkeypatch.setattr(Build, "here", classmethod(lambda _: CUDNN))
+    monkeypatch.setattr(Build, "here", classmethod(lambda *_: CURRENT))
     with (
         tbn.backend("cudnn"),
         pytest.raises(tbn.InvalidChoice, match="cannot run on cudnn, which was asked for: cpu: device is cpu"),
@@ -358,8 +358,41 @@ def test_the_gradient_of_running_statistics_on_cuda_is_pytorchs():
     assert calls == ["keys"] * 2
 
 
-@pytest.mark.parametrize("library", PINNED)
+@pytest.mark.parametrize("library", KERNELS)
 def test_every_library_has_a_row_forward_and_backward(library):
-    forward, backward = PINNED[library]
+    forward, backward = KERNELS[library].forward, KERNELS[library].backward
     assert [f.overload for f in FORMS if f.overload is forward] == [forward]
     assert [f.overload for f in GRADIENTS if f.overload is backward] == [backward]
+
+
+VENDOR = """Vendor(
+    "acme", "Acme", aten.native_batch_norm.default, aten.native_batch_norm_backward.default, devices=("xpu",),
+    built=lambda: False, version=lambda: None, rules=(Rule("eps", lambda c: c.eps, "1e-4 or more", lambda c: c.eps >= 1e-4),)
+)"""
+ACME = """
+import torch
+import torch_batchnorm as tbn
+
+c = torch.ones(3)
+for eps in (1e-3, 1e-5):
+    print(tbn.explain_backend(torch.ones(2, 3, 4), c, c, c, c, True, eps, device="xpu"))
+try:
+    tbn.backend("acme").__enter__()
+except tbn.InvalidChoice as error:
+    print(error)
+for eps in (1e-3, 1e-5):
+    program = torch.export.export(torch.nn.BatchNorm1d(3, eps=eps), (torch.randn(2, 3),))
+    result = tbn.Legalize("acme")(program)
+    print([edit.after for edit in result.edits], [declined.reason for declined in result.declined])
+"""
+
+
+def test_a_vendor_is_one_row():
+    said = run_with({"torch_batchnorm.decomps.backends.rules:VENDORS": [VENDOR]}, ACME).splitlines()
+    assert "acme: every rule of acme holds" in said[0]
+    assert "native: eps is 1e-05, outside the limit: 1e-4 or more" in said[1]
+    assert "is not built for xpu and would say native: this is a build with Acme" in said[1]
+    assert "backend acme was asked for" in said[2]
+    assert "is built without it" in said[2]
+    assert said[3] == "['aten.native_batch_norm.default'] []"
+    assert said[4] == "[] ['acme cannot run it: eps is 1e-05, outside the limit: 1e-4 or more']"
