@@ -17,10 +17,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ...decomps.affine import Affine, wide
 from ...decomps.ops import OP_BY_TARGET, Kind, kind_of
 from ..graph.calls import arguments_of, measures, op_of
-from ..graph.constants import State
 from ..graph.effects import cast_of
 from ..graph.meta import same_sizes, sizes_of, val_of
 from ..graph.result import Reason
+from ..graph.state import State
 
 aten = torch.ops.aten
 

@@ -10,12 +10,13 @@ import torch
 from ...decomps.affine import LIMITS
 from ...decomps.forms import UPDATED
 from ...errors import InvalidChoice
-from ..graph.constants import State, quantization
+from ..graph.constants import quantization
 from ..graph.draft import Draft
 from ..graph.meta import same_sizes, sizes_of, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Log, Program, Reason, Result
+from ..graph.state import State
 from ..rewriting.site import Site, find_nodes, find_sites
 from .plan import Plan
 from .weights import EXPECTED

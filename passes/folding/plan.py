@@ -13,10 +13,11 @@ from torch.fx import Node
 from ...decomps.affine import Affine
 from ...decomps.forms import FIELDS, HALF
 from ..graph.calls import measures
-from ..graph.constants import Constant, State
+from ..graph.constants import Constant
 from ..graph.draft import Draft
 from ..graph.meta import format_of, same_sizes, val_of
 from ..graph.result import Reason
+from ..graph.state import State
 from ..rewriting.site import Site
 from .channels import Place, Scales, readers, transfer_of
 from .walk import Walk
@@ -202,7 +203,7 @@ class Plan:
         """The layers that read the same weight."""
         found: dict[tuple[str, ...], list[Target]] = {}
         for target in self.walk.targets.values():
-            found.setdefault(tuple(self.state.sharing(target.weight.name)), []).append(target)
+            found.setdefault(tuple(self.state.storages.sharing(target.weight.name)), []).append(target)
         return list(found.values())
 
     def told(self, site: Site) -> str:
@@ -220,8 +221,8 @@ def _reach(state: State, site: Site) -> Reach | Reason:
     for name in FIELDS[1:5]:
         if (operand := getattr(site.norm, name)) is not None:
             constant = state.constant(operand)
-            if isinstance(constant, str):
-                return Reason(constant)
+            if isinstance(constant, Reason):
+                return constant
             constants[name] = constant
     values: dict[str, Any] = {name: constant.value() for name, constant in constants.items()}
     affine = Affine.of(replace(site.norm, **values))

@@ -13,10 +13,10 @@ from torch.fx import Node
 from ...decomps.affine import Affine
 from ...decomps.layers import LAYER_BY_TARGET
 from ..graph.calls import measures
-from ..graph.constants import State, quantization
+from ..graph.constants import quantization
 from ..graph.draft import Draft
-from ..graph.effects import accesses, bases_of
 from ..graph.result import Reason
+from ..graph.state import State
 from .channels import Onward, Place, Scales, transfer_of
 from .weights import Target, listed, target_of
 
@@ -98,23 +98,8 @@ class Walk:
         return target, at.affine
 
     def refuse_late_read(self, value: Node, node: Node) -> Reason:
-        """Why a value may be another one by the time that something behind a node reads it, as far as one can tell:
-        inputs of the program that share memory when it is called are taken to be written together.
-        """
-        if self.draft.functional:
-            return Reason()
-        bases = bases_of(value)
-        for base in list(bases):
-            if base in self.state.names:
-                names = self.state.sharing(self.state.names[base])
-                bases += [root for name in names for root in self.state.roots[name] if root.graph is value.graph]
-            elif base.op == "placeholder":
-                bases += [node for node in value.graph.find_nodes(op="placeholder") if node not in self.state.names]
-        written: list[Node] = []
-        for base in dict.fromkeys(bases):
-            reads, writes = accesses(base)
-            written += [*writes, *filter(self.state.runs_graph, reads)]
-        late = {user for user in written if user > node}
+        """Why a value may be another one by the time that something behind a node reads it."""
+        late = self.state.late_writes(value, node)
         return Reason(f"{value.name} may be written to by {listed(late)}") if late else Reason()
 
 

@@ -14,9 +14,10 @@ from torch.fx import Node
 from ...decomps.affine import LIMITS, Affine, bias_of, write_folded
 from ...decomps.forms import HALF
 from ...decomps.layers import LAYER_BY_TARGET, Layer, LayerForm
-from ..graph.constants import Constant, State
+from ..graph.constants import Constant, quantization
 from ..graph.meta import val_of
 from ..graph.result import Reason
+from ..graph.state import State
 from ..rewriting.site import Site
 
 EXPECTED = f"expected one of {', '.join(map(str, LIMITS))}"
@@ -198,8 +199,8 @@ def target_of(state: State, call: Node, reader: Node | None) -> Target | Reason:
     layer = form.read(call.args, call.kwargs, tuple(val.shape[2:]))
     weight = state.constant(layer.weight)
     bias = None if layer.bias is None else state.constant(layer.bias)
-    if isinstance(weight, str) or isinstance(bias, str):
-        return Reason(weight if isinstance(weight, str) else str(bias))
+    if isinstance(weight, Reason) or isinstance(bias, Reason):
+        return weight if isinstance(weight, Reason) else bias  # type: ignore[return-value]
     target = Target(call, reader, form, layer, weight, bias)
     return _refuse_constants(target) or target
 
@@ -221,6 +222,8 @@ def _refuse_call(form: LayerForm, call: Node) -> Reason:
 def _refuse_constants(target: Target) -> Reason:
     """Why the weights of a layer cannot be made anew."""
     named, weight, bias = f"{target.call.name} ({target.call.target})", target.weight, target.bias
+    if weight.maker is not None:
+        return Reason(f"the weight of {named} is computed by {weight.maker.target}{quantization(weight.maker)}")
     if type(target.layer.groups) is not int or weight.view(weight.tensor.detach()) is None:
         return Reason(f"the weight of {named} is a copy of {weight.name} in another layout")
     if weight.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):

@@ -11,9 +11,10 @@ from torch.fx import Node
 
 from ...decomps.affine import Affine
 from ...decomps.forms import HALF, UPDATED
-from ..graph.constants import Constant, State
+from ..graph.constants import Constant
 from ..graph.draft import Draft
 from ..graph.meta import format_of, same_sizes, val_of
+from ..graph.state import State
 from ..graph.tracing import in_one_mode
 from ..rewriting.elementary import metadata_for
 from ..rewriting.site import Site
@@ -98,7 +99,7 @@ class Writing:
     def _learns(self, site: Site, *fields: str) -> bool:
         """Whether one of these fields of a batch norm learns."""
         constants = self.plan.reaches[site].constants
-        return any(constants[field].tensor.requires_grad for field in fields if field in constants)
+        return any(constants[field].learns for field in fields if field in constants)
 
     def _call(self, target: Target, weight: str | None, bias: str | None) -> None:
         """Makes a call read its new weights, a call of its own if something else reads the old one."""

@@ -1,24 +1,27 @@
-"""State: the parameters, buffers and constants of a draft, by the nodes that read them; replaced, added, dropped."""
+"""Constants: what operands of a draft are, in the tensors of the state; of what is not constant, why."""
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ...decomps.ops import Kind, Memory, kind_of, memory_of
 from .calls import arguments_of, measures
 from .draft import Draft
-from .effects import accesses, cast_of, may_alias
-from .meta import empty_val, set_val, val_of
-from .nest import ONCE, called_by, callers_of
+from .effects import Effects, Storages, cast_of
+from .nest import Call, Nest
+from .result import Reason
 from .signature import tensors_of
 
 # What a chain from the state to an operand may be of; and what of it leaves every entry in its place in memory.
@@ -28,49 +31,69 @@ _LINKS = (Kind.ALIAS, Kind.RESHAPE, Kind.PERMUTE, Kind.PART)
 _WHOLE = (Kind.ALIAS, Kind.RESHAPE, Kind.PERMUTE)
 
 
+# A value computed by more than this is taken to be computed from an input: what looks for it stays cheap.
+_FEW = 64
+
+
 @dataclass(frozen=True)
 class Constant:
-    """A tensor of the state, as an operand reads it.
+    """A tensor of the state, as an operand reads it, or what is computed from several.
 
-    name: its FQN. root: the placeholder or get_attr node of the operand's graph. chain: the views and casts between.
+    name: its FQN. root: the placeholder or get_attr node of the operand's graph. chain: the nodes between, in order:
+    views and casts, or any pure op. others: the roots and tensors of a computed one beside the first.
     """
 
     name: str
     root: Node
     tensor: torch.Tensor
     chain: tuple[Node, ...]
+    others: dict[Node, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def maker(self) -> Node | None:
+        """The last node that computes it, None where a tensor is only viewed, copied or cast."""
+        computes = (n for n in reversed(self.chain) if not hands_on(n) or len(n.all_input_nodes) > 1)
+        return next(computes, None)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a tensor that it is made of does."""
+        return any(tensor.requires_grad for tensor in (self.tensor, *self.others.values()))
 
     def value(self) -> torch.Tensor:
         """What the operand is."""
-        found = self.tensor.detach()
-        for node in self.chain:
-            found = _again(node, found)
+        return self._run({self.root: self.tensor, **self.others})
+
+    def _run(self, tensors: dict[Node, torch.Tensor]) -> torch.Tensor:
+        values: dict[Node, Any] = {root: tensor.detach() for root, tensor in tensors.items()}
+        last = self.root
+        for last in self.chain:
+            args, kwargs = map_arg((last.args, last.kwargs), values.__getitem__)
+            values[last] = last.target(*args, **kwargs)  # type: ignore[operator]
+        found: torch.Tensor = values[last]
         return found
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor like the one in the state, as the operand reads it but for casts: its own memory, or None."""
+        if self.others:
+            return None
         for node in self.chain:
             if cast_of(node) is not None:
                 continue
             if kind_of(node.target) not in _WHOLE or memory_of(node.target) is not Memory.SHARED:
                 return None
-            tensor = _again(node, tensor)
+            tensor = node.target(tensor, *node.args[1:], **node.kwargs)  # type: ignore[operator]
         return tensor
 
     @property
     def read(self) -> tuple[Any, ...]:
-        """Which tensor it is and how it is read."""
+        """Which tensors it is and how they are read."""
+        if self.maker is not None:
+            return self.name, self.chain[-1]
         return self.name, *((str(node.target), str(arguments_of(node)[1:])) for node in self.chain)
 
 
-def _again(node: Node, tensor: torch.Tensor) -> torch.Tensor:
-    """What a view, a copy or a cast makes of a tensor."""
-    keywords = {key: value for key, value in node.kwargs.items() if not isinstance(value, Node)}
-    found: torch.Tensor = node.target(tensor, *node.args[1:], **keywords)  # type: ignore[operator]
-    return found
-
-
-class State:
+class Constants:
     """What a draft's program holds, by name and by the nodes that bring it in; nested graphs included, where a graph
     runs once for each call.
 
@@ -79,259 +102,179 @@ class State:
 
     def __init__(self, draft: Draft, unchanged: Collection[Node] = ()) -> None:
         self.draft = draft
+        self.nest = Nest(draft.top, draft.graphs)
+        self.effects = Effects(self.nest, draft.functional)
         self.tensors = tensors_of(draft.program)
-        self.names: dict[Node, str] = {}
+        self.storages = Storages(self.tensors)
         self.roots: dict[str, list[Node]] = defaultdict(list)
-        self._bound: dict[Node, tuple[Node, Node]] = {}  # placeholder of a nested graph -> its caller, the operand
-        self._known: dict[Node, Constant | str] = {}
-        self._fixed: dict[str, str] = {}
+        self.bound: dict[Node, tuple[Call, Node]] = {}  # a named placeholder of a nested graph -> its call, the operand
+        found = self.nest.names(draft.input_target, self._only)
+        self.names = {node: name for node, name in found.items() if name in self.tensors}
+        for node, name in self.names.items():
+            self.roots[name].append(node)
+            if node.op == "placeholder" and (calls := self.nest.callers(self.nest.paths[node.graph])):
+                self.bound[node] = calls[0], calls[0].bound[node]
+        self.handed = {(call.node, operand) for call, operand in self.bound.values()}  # what calls hand on by name
+        self._known: dict[Node, Constant | Reason] = {}
+        self._fixed: dict[str, Reason] = {}
         self._mutated = {target for target, value in draft.mutations() if value not in unchanged}
-        self._dead: set[str] = set()
-        self._callers: set[Node] = set()
-        self._handed: set[tuple[Node, Node]] = set()  # the calls with the operands that they hand on by name
-        self._opaque: dict[str, Node] = {}  # what a module that is no graph holds -> who calls it
-        self._made: dict[tuple[Node, str], Node] = {}  # new parameters: a root beside it, its name -> its node
-        self._latest: dict[Node, Node] = {}  # the last new parameter beside a node
-        self._odd: dict[str, str] = {}  # why a tensor cannot be read or written as it lies in memory
-        self._shared: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
-        for name in self.tensors:
-            self._shares(name)
-        self._taken = {prefix for name in self.tensors for prefix in accumulate(name.split("."), "{}.{}".format)}
-        self._find()
 
-    def _find(self) -> None:
-        callers = callers_of(self.draft.top, dict(self.draft.graphs))
-        for path, graph in self.draft.graphs:
-            for node in graph.find_nodes(op="placeholder") if not path else ():
-                self._name(node, self.draft.input_target(node))
-            for node in graph.find_nodes(op="get_attr"):
-                self._name(node, f"{path}.{node.target}" if path else str(node.target))
-            if path and len(callers.get(path, ())) == 1:
-                self._bind(graph.find_nodes(op="placeholder"), callers[path][0][1])
+    def _only(self, call: Call) -> bool:
+        """Whether what a call binds is what its graph is always given."""
+        return call.once and call.spread and len(self.nest.callers(call.nested)) == 1
+
+    @cached_property
+    def opaque(self) -> dict[str, Node]:
+        """What a module that is no graph holds, by name, each with who calls it."""
+        found: dict[str, Node] = {}
+        for path, graph in self.nest.graphs.items():
             for node in graph.find_nodes(op="call_module"):
                 held = f"{path}.{node.target}." if path else f"{node.target}."
-                if not called_by(self.draft.module_of(graph), node):
-                    self._opaque |= {name: node for name in self.tensors if name.startswith(held)}
+                if not self.nest.calls(node):
+                    found |= {name: node for name in self.tensors if name.startswith(held)}
+        return found
 
-    def _shares(self, name: str) -> None:
-        """Notes which memory a tensor takes up, from its first to behind its last entry."""
-        tensor = self.tensors[name]
-        self._odd[name] = _obstacle(tensor)
-        if self._odd[name]:
-            return
-        size = tensor.element_size()
-        begin = tensor.storage_offset() * size
-        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = begin + (last + 1) * size if tensor.numel() else begin
-        self._shared[tensor.untyped_storage()._cdata].append((int(begin), int(end), name))
-
-    def _name(self, node: Node, name: str | None) -> None:
-        if name is not None and name in self.tensors:
-            self.names[node] = name
-            self.roots[name].append(node)
-
-    def _bind(self, placeholders: list[Node], caller: Node) -> None:
-        """Names the placeholders of a nested graph after the operands, which every such call takes last."""
-        if caller.op != "call_module" and getattr(caller.target, "__name__", "") not in ONCE:
-            return
-        if caller.kwargs or len(caller.args) < len(placeholders):
-            return
-        self._callers.add(caller)
-        for placeholder, operand in zip(placeholders, caller.args[len(caller.args) - len(placeholders) :], strict=True):
-            if operand in self.names:
-                self._bound[placeholder] = caller, operand  # type: ignore[assignment]
-                self._handed.add((caller, operand))  # type: ignore[arg-type]
-                self._name(placeholder, self.names[operand])  # type: ignore[index]
-
-    def constant(self, operand: Node) -> Constant | str:
+    def constant(self, operand: Node) -> Constant | Reason:
         """What an operand is, or why that is not known."""
         if operand not in self._known:
             self._known[operand] = self._constant(operand)
         return self._known[operand]
 
-    def _constant(self, operand: Node) -> Constant | str:
-        node, chain = operand, []
-        while node not in self.names:
-            if not _hands_on(node) or not node.args or node.all_input_nodes != [node.args[0]]:
-                what = "an input" if node.op == "placeholder" else f"computed by {node.target}"
-                return f"{operand.name} is no constant of the program: {node.name} is {what}{quantization(node)}"
-            chain.append(node)
-            node = node.args[0]  # type: ignore[assignment]
-        name = self.names[node]
-        tensor = self.tensors[name]
-        if self._odd[name]:
-            return f"{name} {self._odd[name]}, expected a plain tensor"
-        if name not in self._fixed:
-            self._fixed[name] = self._writer(name)
-        return self._fixed[name] or Constant(name, node, tensor, tuple(reversed(chain)))
+    def _constant(self, operand: Node) -> Constant | Reason:
+        steps = self._steps(operand)
+        if steps is None:
+            node = operand
+            while node not in self.names and hands_on(node) and node.all_input_nodes == [node.args[0]]:
+                node = node.args[0]  # type: ignore[assignment]
+            what = "an input" if node.op == "placeholder" else f"computed by {node.target}"
+            return Reason(f"{operand.name} is no constant of the program: {node.name} is {what}{quantization(node)}")
+        leaves = [node for node in steps if node in self.names]
+        for name in dict.fromkeys(self.names[leaf] for leaf in leaves):
+            if name not in self._fixed:
+                self._fixed[name] = refuse_entries(name, self.tensors[name]) or self._refuse_written(name)
+            if self._fixed[name]:
+                return self._fixed[name]
+        first, *rest = leaves
+        chain = tuple(node for node in steps if node not in self.names)
+        others = {leaf: self.tensors[self.names[leaf]] for leaf in rest}
+        name = self.names[first]
+        return self._refuse_overwritten(chain) or Constant(name, first, self.tensors[name], chain, others)
 
-    def _writer(self, name: str) -> str:
+    def _steps(self, operand: Node) -> list[Node] | None:
+        """The state that an operand is computed from and the nodes that compute it, in order, None where something
+        else than pure operations on state does.
+        """
+        found: dict[Node, None] = {}
+        work = [operand]
+        while work:
+            node = work[-1]
+            inputs = [] if node in self.names else [n for n in node.all_input_nodes if n not in found]
+            if node not in self.names and not (self._pure(node) and len(found) + len(work) <= _FEW):
+                return None
+            if inputs:
+                work += inputs
+                continue
+            found[work.pop()] = None
+        return list(found) if any(node in self.names for node in found) else None
+
+    def _pure(self, node: Node) -> bool:
+        """Whether a node computes its result from its operands alone, the same wherever it is run."""
+        if hands_on(node):
+            return True
+        target: Any = node.target
+        if node.op != "call_function" or any(word in str(target) for word in _QUANTIZES):
+            return False
+        if not isinstance(target, OpOverload):  # sizes are computed by Python's operators
+            return target is operator.getitem or getattr(target, "__module__", "") == "_operator"
+        casts = any(call.kind == "wrap_with_autocast" for call in self._around(node))
+        plain = target.namespace in ("aten", "prims") and not target._schema.is_mutable
+        return plain and not casts and torch.Tag.nondeterministic_seeded not in target.tags
+
+    def _around(self, node: Node) -> Iterator[Call]:
+        """The calls inside which a node runs."""
+        work = [node]
+        while work:
+            for call in self.nest.callers(self.nest.paths[work.pop().graph]):
+                yield call
+                work.append(call.node)
+
+    def _refuse_overwritten(self, chain: tuple[Node, ...]) -> Reason:
+        """Why what is computed is another value by the time that it is read: who writes to a copy on the way."""
+        for node in chain:
+            if writes := self.effects.accesses(node)[1]:
+                return Reason(f"{node.name} is no constant of the program: {writes[0].name} writes to it")
+        return Reason()
+
+    def _refuse_written(self, name: str) -> Reason:
         """Why a tensor is no constant: who writes to it or to memory that it shares."""
-        for other in self.sharing(name):
-            if other in self._opaque:
-                return f"{name} belongs to {self._opaque[other].target}, a module that is called and is no graph"
+        for other in self.storages.sharing(name):
+            if other in self.opaque:
+                what = "a module that is called and is no graph"
+                return Reason(f"{name} belongs to {self.opaque[other].target}, {what}")
             for root in self.roots[other]:
                 if root in self._mutated:
-                    return f"{name} is no constant of the program, which lists a mutation of {root.name}"
-                reads, writes = accesses(root, lambda node: node not in self._callers and may_alias(node))
+                    return Reason(f"{name} is no constant of the program, which lists a mutation of {root.name}")
+                writes = [] if root in self.bound else self.effects.accesses(root)[1]
+                if writes and self.nest.runs(writes[0]):
+                    what = f"{writes[0].name} ({writes[0].target})"
+                    return Reason(f"{name} is handed to {what}, which may write to it")
                 if writes:
-                    return f"{name} is no constant of the program: {writes[0].name} writes to {root.name}"
-                for reader in () if self.draft.functional else reads:
-                    if reader not in self._callers and self.runs_graph(reader):
-                        return f"{name} is handed to {reader.name} ({reader.target}), which may write to it"
-                    if reader.op == "output" and root in self._bound:
-                        return f"{name} is returned by a nested graph, behind which it may be written to"
-        return ""
+                    return Reason(f"{name} is no constant of the program: {writes[0].name} writes to {root.name}")
+        return Reason()
 
-    def runs_graph(self, node: Node) -> bool:
-        """Whether a node calls a nested graph, or a module, other than torch.export's of guards, which reads."""
-        if node.op == "call_module":
-            return node.target != "_guards_fn"
-        return len(self.draft.graphs) > 1 and bool(called_by(self.draft.module_of(node.graph), node))
-
-    def sharing(self, name: str) -> list[str]:
-        """The names of everything in the same memory, or in a part of it; its own too."""
-        if self._odd[name]:
-            return [name]
-        held = self._shared[self.tensors[name].untyped_storage()._cdata]
-        if len(held) == 1:
-            return [name]
-        begin, end = next((b, e) for b, e, other in held if other == name)
-        return [other for b, e, other in held if other == name or (b < end and begin < e)]
+    def late_writes(self, value: Node, node: Node) -> set[Node]:
+        """Who may write to a value's memory behind a node of its graph, as far as one can tell: inputs of the program
+        that share memory when it is called are taken to be written together.
+        """
+        if self.draft.functional:
+            return set()
+        bases = self.effects.bases(value)
+        for base in list(bases):
+            if base in self.names:
+                bases += [root for name in self.storages.sharing(self.names[base]) for root in self.roots[name]]
+            elif base.op == "placeholder":
+                bases += [n for n in base.graph.find_nodes(op="placeholder") if n not in self.names]
+        writes = (write for base in dict.fromkeys(bases) for write in self.effects.accesses(base)[1])
+        return {at for write in writes for at in self.nest.lifted(write, value.graph) if at > node}
 
     def readers(self, name: str) -> list[Node]:
         """Every node that reads a tensor, or memory that it shares, through views and casts; once for each operand."""
-        reads = ((r, o) for other in self.sharing(name) for root in self.roots[other] for r, o in self._users(root))
+        roots = (root for other in self.storages.sharing(name) for root in self.roots[other])
+        reads = ((reader, operand) for root in roots for reader, operand in self._users(root))
         return [r for r, operand in reads for a in pytree.tree_leaves((r.args, r.kwargs)) if a is operand]
 
     def _users(self, root: Node) -> Iterator[tuple[Node, Node]]:
-        """Who reads a root, each with the operand it reads: not views and casts, nor calls of graphs that run once."""
+        """Who reads a root, each with the operand it reads: not views and casts, nor calls that hand it on by name."""
         work = [root]
         while work:
             operand = work.pop()
             for user in operand.users:
-                if measures(user, operand) or (user, operand) in self._handed:
+                if measures(user, operand) or (user, operand) in self.handed:
                     continue
-                if _hands_on(user):
+                if hands_on(user):
                     work.append(user)
                 else:
                     yield user, operand
 
-    def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Another tensor in the place of one, under all the names it has."""
-        old = self.tensors[name]
-        for other in self.sharing(name):
-            if self.tensors[other] is old:
-                self.draft.hold(other, _like(tensor, old))
 
-    def add(self, beside: Constant, leaf: str, tensor: torch.Tensor, learns: bool) -> str:
-        """A new parameter beside another tensor of the state, called as that one with another last part; its name."""
-        owner = beside.name.rpartition(".")[0]
-        name = fresh = f"{owner}.{leaf}" if owner else leaf
-        number = 0
-        while fresh in self._taken or self.draft.has_attribute(fresh):
-            number += 1
-            fresh = f"{name}_{number}"
-        held = torch.nn.Parameter(tensor, requires_grad=learns)
-        self._taken.add(fresh)
-        self.tensors[fresh] = held
-        self._shares(fresh)
-        self.draft.hold(fresh, held, beside.name)
-        return fresh
-
-    def node(self, beside: Node, name: str) -> Node:
-        """A node for a new parameter beside a root, in its graph; a nested graph is handed it."""
-        if (beside, name) in self._made:
-            return self._made[beside, name]
-        graph, after, tensor = beside.graph, self._latest.get(beside, beside), self.tensors[name]
-        if beside in self._bound:
-            caller, operand = self._bound[beside]
-            outer = self.node(operand, name)
-            last = graph.find_nodes(op="placeholder")[-1]
-            with graph.inserting_after(last):
-                node = graph.placeholder(outer.name)
-            caller.args = (*caller.args, outer)
-            self._bound[node] = caller, outer
-            self._handed.add((caller, outer))
-        elif beside.op == "placeholder":
-            node = self.draft.add_parameter("p_" + name.replace(".", "_"), name, after)
-        else:
-            depth = str(beside.target).count(".")
-            with graph.inserting_after(after):
-                node = graph.get_attr(".".join(name.split(".")[-1 - depth :]))
-        self._made[beside, name] = self._latest[beside] = node
-        val = val_of(beside)
-        set_val(node, None if val is None else _val_like(val, tensor), beside)
-        self._name(node, name)
-        return node
-
-    def prune(self, node: Node) -> None:
-        """Takes a node that nothing reads out, and what was there for it alone; state is dropped by `drop`."""
-        if node._erased or node.users or node.op == "output":
-            return
-        operands = node.all_input_nodes
-        if node in self.names:
-            self._dead.add(self.names[node])
-            if node not in self._bound:
-                return
-            caller, operand = self._bound.pop(node)
-            placeholders = node.graph.find_nodes(op="placeholder")
-            place = len(caller.args) - len(placeholders) + placeholders.index(node)
-            caller.args = (*caller.args[:place], *caller.args[place + 1 :])
-            operands = [operand]
-            node.graph.erase_node(node)
-        elif node.op == "call_function":
-            self.draft.leave(node)
-            node.graph.erase_node(node)
-        for operand in operands:
-            self.prune(operand)
-
-    def drop(self, beside: Callable[[str], Iterable[str]]) -> None:
-        """Takes everything dead out of the state and the signature, under all its names, and what `beside` says goes
-        with it.
-        """
-        for name in list(self._dead):
-            self._dead |= {other for other in self.sharing(name) if self.tensors[other] is self.tensors[name]}
-        gone = {name for name in self._dead if self._free(name)}
-        counters = (name for held in gone for name in beside(held))
-        gone |= {name for name in counters if name in self.tensors and self._free(name)}
-        self.draft.drop_state(gone, [root for name in gone for root in self.roots[name] if not root._erased])
-
-    def _free(self, name: str) -> bool:
-        """Whether nothing reads a tensor."""
-        return name not in self._opaque and all(root._erased or not root.users for root in self.roots[name])
+def hands_on(node: Node) -> bool:
+    """Whether a node makes a view, a copy or a cast of its operand, or of a part of it."""
+    return kind_of(node.target) in _LINKS or cast_of(node) is not None
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _obstacle(tensor: torch.Tensor) -> str:
-    """Why a tensor's entries cannot be read and written as they lie in memory, empty when they can."""
+def refuse_entries(name: str, tensor: torch.Tensor) -> Reason:
+    """Why a tensor's entries cannot be read and written as they lie in memory."""
+    found = ""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-        return "has no values (fake, or on the meta device)"
-    if type(tensor) not in _PLAIN:
-        return f"is a {type(tensor).__name__}"
-    plain = tensor.layout is torch.strided and not tensor.is_quantized
-    return "" if plain else f"is a {tensor.layout} tensor" if not tensor.is_quantized else "is quantized"
-
-
-def _hands_on(node: Node) -> bool:
-    """Whether a node makes a view, a copy or a cast of a constant."""
-    return kind_of(node.target) in _LINKS or cast_of(node) is not None
-
-
-def _like(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """The tensor as what the old one was: a parameter, or a buffer."""
-    if isinstance(old, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
-    return tensor.requires_grad_(old.requires_grad)
-
-
-def _val_like(val: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A `val` for a new tensor, given that of another one."""
-    if val.shape == tensor.shape and val.dtype == tensor.dtype:
-        return val
-    return empty_val(val, tensor.shape, tensor.dtype).requires_grad_(val.requires_grad)
+        found = "has no values (fake, or on the meta device)"
+    elif type(tensor) not in _PLAIN:
+        found = f"is a {type(tensor).__name__}"
+    elif tensor.is_quantized or tensor.layout is not torch.strided:
+        found = "is quantized" if tensor.is_quantized else f"is a {tensor.layout} tensor"
+    return Reason(f"{name} {found}, expected a plain tensor" if found else "")
 
 
 _QUANTIZES = ("quantize", "fake_quant", "activation_post_process")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx import Node
 
 from ...decomps.ops import Kind, Memory, kind_of, memory_of, written_by
 from .meta import channel_axis, val_of
+from .nest import Nest
 
 
 def cast_of(node: Node) -> Node | None:
@@ -65,40 +67,128 @@ def may_alias(node: Node) -> bool:
     return memory_of(node.target) is not Memory.OWN
 
 
-def bases_of(node: Node) -> list[Node]:
-    """The first nodes whose memory a node may share: those that make their own result, or bring it in."""
-    found, seen, work = [], {node}, [node]
-    while work:
-        held = work.pop()
-        sources = held.all_input_nodes if held.op == "call_function" and may_alias(held) else []
-        found += [] if sources else [held]
-        work += [source for source in sources if source not in seen]
-        seen |= set(sources)
-    return found
-
-
-def accesses(node: Node, through: Callable[[Node], bool] = may_alias) -> tuple[list[Node], list[Node]]:
-    """Who reads the memory of a node's result and who writes it, through aliases too, as far as schemas say.
-
-    through: whether a call's result may share the memory that it is given.
-    """
-    reads: list[Node] = []
-    writes: list[Node] = []
-    work = bases_of(node)
-    seen = set(work)
-    while work:
-        alias = work.pop()
-        for user in alias.users:
-            if writes_to(user, alias):  # whatever else it reads of the same memory
-                writes.append(user)
-            elif user not in seen:
-                reads.append(user)
-            if user not in seen and user.op == "call_function" and through(user):
-                work.append(user)
-            seen.add(user)
-    return [read for read in reads if read not in writes], list(dict.fromkeys(writes))
-
-
 def writes_to(user: Node, node: Node) -> bool:
     """Whether a call writes to what it is given as a node."""
     return any(value is node for value in written_by(user.target, user.args, user.kwargs))
+
+
+class Effects:
+    """Who shares, reads and writes which memory, through views, slices and casts, into nested calls and out of them.
+
+    nest: the graphs of the program; without it, what nested graphs do is not looked at. functional: whether the
+    program lists its mutations, so that no call of a graph writes.
+    """
+
+    def __init__(self, nest: Nest | None = None, functional: bool = False) -> None:
+        self.nest, self.functional = nest, functional
+
+    def bases(self, node: Node) -> list[Node]:
+        """The first nodes whose memory a node may share: those that make their own result, or bring it in."""
+        found, seen, work = [], {node}, [node]
+        while work:
+            held = work.pop()
+            sources = [source for source in self._sources(held) if isinstance(source, Node)]
+            found += [] if sources else [held]
+            work += [source for source in sources if source not in seen]
+            seen |= set(sources)
+        return found
+
+    def _sources(self, node: Node) -> list[Any]:
+        """What a node may share its memory with, one step up."""
+        nest = self.nest
+        if node.op == "placeholder":
+            calls = [] if nest is None else nest.callers(nest.paths[node.graph])
+            # Of a call that is known by name alone, any operand may be it.
+            return [o for call in calls for o in ([call.bound[node]] if call.once else call.node.all_input_nodes)]
+        if node.op in ("get_attr", "output") or not may_alias(node):
+            return []
+        made: Any = node.args[0] if node.target is operator.getitem else node
+        calls = [] if nest is None else nest.calls(made)
+        if nest is None or not calls or not all(call.once for call in calls):
+            return [n for n in node.all_input_nodes if nest is None or n not in nest.holders]
+        found: list[Any] = []
+        for call in calls:
+            (returned,) = nest.graphs[call.nested].output_node().args
+            single = isinstance(returned, tuple | list) and made is not node
+            found += [returned[node.args[1]]] if single else _leaves(returned)  # type: ignore[index]
+        return found
+
+    def accesses(self, node: Node) -> tuple[list[Node], list[Node]]:
+        """Who reads the memory of a node's result and who writes it, as far as schemas say. Who runs a graph or a
+        module of which no more is known may write to it. Who hands it to a graph that is known does neither.
+        """
+        reads: list[Node] = []
+        writes: list[Node] = []
+        work = self.bases(node)
+        seen = set(work)
+        while work:
+            held = work.pop()
+            for user in held.users:
+                if self._runs(user) or writes_to(user, held):  # whatever else it reads of the same memory
+                    writes.append(user)
+                elif user not in seen and not self._hands_in(user):
+                    reads.append(user)
+                work += [made for made in self._results(held, user) if made not in seen]
+                seen |= {user, *self._results(held, user)}
+        return [read for read in reads if read not in writes], list(dict.fromkeys(writes))
+
+    def _runs(self, user: Node) -> bool:
+        return self.nest is not None and not self.functional and self.nest.runs(user)
+
+    def _hands_in(self, user: Node) -> bool:
+        return self.nest is not None and bool(self.nest.calls(user)) and not self.nest.runs(user)
+
+    def _results(self, held: Node, user: Node) -> list[Node]:
+        """The nodes that may share memory with one, by way of who reads it."""
+        nest = self.nest
+        if nest is None:
+            return [user] if user.op != "output" and may_alias(user) else []
+        if user.op == "output":
+            return [made for call in nest.callers(nest.paths[user.graph]) for made in _returned(call.node, user, held)]
+        if self._hands_in(user):
+            return [p for call in nest.calls(user) for p, operand in call.bound.items() if operand is held]
+        return [user] if may_alias(user) else []
+
+
+def _leaves(returned: Any) -> list[Any]:
+    return list(returned) if isinstance(returned, tuple | list) else [returned]
+
+
+def _returned(caller: Node, output: Node, held: Node) -> Iterator[Node]:
+    """The nodes that hold a node's value behind the call of its graph."""
+    (values,) = output.args
+    if not isinstance(values, tuple | list):
+        yield caller
+        return
+    places = [place for place, value in enumerate(values) if value is held]
+    for user in caller.users:
+        if user.target is not operator.getitem or user.args[1] in places:
+            yield user
+
+
+class Storages:
+    """Which tensors lie in the same memory, or in a part of it: by the bytes from their first to their last entry."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._held: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        self._places: dict[str, tuple[int, int, int]] = {}
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Notes where a tensor lies. What is no strided tensor shares its memory with nothing that can be seen."""
+        if tensor.layout is not torch.strided:
+            return
+        size, storage = tensor.element_size(), int(tensor.untyped_storage()._cdata)
+        begin = int(tensor.storage_offset()) * size
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = begin + (int(last) + 1) * size if tensor.numel() else begin
+        self._held[storage].append((begin, end, name))
+        self._places[name] = (storage, begin, end)
+
+    def sharing(self, name: str) -> list[str]:
+        """The names of everything in the same memory, or in a part of it; its own too."""
+        if name not in self._places:
+            return [name]
+        storage, begin, end = self._places[name]
+        return [other for b, e, other in self._held[storage] if other == name or (b < end and begin < e)]

@@ -24,7 +24,7 @@ from ...decomps.forms import (
 )
 from ...decomps.outputs import returned
 from ..graph.draft import Draft
-from ..graph.effects import accesses, cast_of, transparent
+from ..graph.effects import Effects, cast_of, transparent
 from ..graph.meta import empty_val, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
@@ -192,7 +192,7 @@ def _misplaced(chain: Chain) -> str:
             return f"its {node.name} is read by {early.name}, before {last.name} is computed"
     at = max(place, last)
     for operand in chain.operands.values():
-        reads, writes = accesses(operand)
+        reads, writes = Effects().accesses(operand)
         for read in (node for node in reads if node in chain.nodes):
             write = next((w for w in writes if min(at, read) < w < max(at, read)), None)
             if write is not None:

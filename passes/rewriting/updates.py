@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from ...decomps.forms import FIELDS
-from ..graph.effects import may_alias
-from ..graph.signature import MUTATIONS, input_specs
+from ..graph.effects import Storages, may_alias
+from ..graph.signature import MUTATIONS, input_specs, tensors_of
 from .site import Call
 
 
@@ -51,21 +48,17 @@ class Inputs:
             kind = self.specs[written.name].kind if written.name in self.specs else InputKind.USER_INPUT
             if kind not in MUTATIONS:
                 return f"{writes}, a {kind.name}, whose mutation a signature cannot list"
-            if twins := self._sharing.get(written.name):
-                return f"{writes}, whose memory {twins[0]} shares"
+            if sharing := [name for name in self._storages.sharing(written.name) if name != written.name]:
+                return f"{writes}, whose memory {sharing[0]} shares"
         else:
             readers.append(written)
         aliases = [node for node in readers if node not in fresh and may_alias(node)]
         return f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else ""
 
     @cached_property
-    def _sharing(self) -> dict[str, list[str]]:
-        """For each parameter, buffer or constant, the others in use whose memory it shares, by placeholder name."""
-        state: dict[str, Any] = {**self.program.constants, **self.program.state_dict}
+    def _storages(self) -> Storages:
+        """Where the parameters, buffers and constants in use lie, by placeholder name."""
+        state = tensors_of(self.program)
         used = {node.name for node in self.program.graph.find_nodes(op="placeholder") if node.users}
-        by_memory: dict[int, list[str]] = defaultdict(list)
-        for name, spec in self.specs.items():
-            tensor = state.get(spec.target or "")
-            if name in used and isinstance(tensor, torch.Tensor):
-                by_memory[tensor.untyped_storage()._cdata].append(name)
-        return {name: [n for n in names if n != name] for names in by_memory.values() for name in names}
+        targets = {name: spec.target or "" for name, spec in self.specs.items() if name in used}
+        return Storages({name: state[target] for name, target in targets.items() if target in state})

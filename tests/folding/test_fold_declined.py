@@ -88,20 +88,6 @@ LEFT = {
         "constant|input",
         1,
     ),
-    "statistics that are computed": (
-        lambda: edited(lambda m, x: functional.batch_norm(m.conv(x), m.bn.running_mean * 2, m.bn.running_var)),
-        "constant|comput",
-        1,
-    ),
-    "a batch norm's weight that is computed": (
-        lambda: edited(
-            lambda m, x: functional.batch_norm(
-                m.conv(x), m.bn.running_mean, m.bn.running_var, m.bn.weight.exp(), m.bn.bias
-            )
-        ),
-        "constant|comput",
-        1,
-    ),
     "a weight that the program writes": (
         lambda: edited(
             lambda m, x: (m.w.mul_(2), m.bn(functional.conv2d(x, m.w)))[1], w=lambda: nn.Buffer(torch.randn(6, 4, 3, 3))
