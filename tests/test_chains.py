@@ -163,15 +163,14 @@ class Chain:
         self._expects_the_model()
 
     def freeze(self, n):
-        paths = sorted({entry.module for entry in tbn.inspect(self.program).entries})
-        if paths:
+        if paths := self._paths():
             result = self.passed(tbn.Freeze(paths[n % len(paths)], affine=n % 3 == 0))
             self.known &= not result.declined
             self.frozen.add(paths[n % len(paths)])
             self._expects_the_model()
 
     def unfreeze(self, n):
-        if tbn.inspect(self.program).entries:
+        if self._paths():
             result = self.passed(tbn.Unfreeze())
             self.known &= not result.declined
             self.frozen.clear()
@@ -189,6 +188,10 @@ class Chain:
         self.draws = False
         for dropout in self._dropouts() if not self.training else ():  # those of eval leave without a trace
             dropout.p = 0.0
+
+    def _paths(self):
+        """The modules of the batch norms that can be frozen."""
+        return sorted({entry.module for entry in tbn.inspect(self.program).entries if entry.stats == "running"})
 
     def nothing(self, n):
         pass

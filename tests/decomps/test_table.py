@@ -1,5 +1,6 @@
 """The decomposition table is honoured: in every front end that takes one, no legacy batch norm is left."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import torch_batchnorm as tbn
-from programs import LEGACY, claim_aten, export, legacy_left, native, same, state_of, step
+from programs import LEGACY, claim_aten, export, legacy_left, modes, native, same, state_of, step
 from samples import DTYPES, samples
-from torch_batchnorm.decomps.forms import FORMS, GRADIENTS, Dialect
+from torch_batchnorm.decomps.forms import FORMS, GRADIENTS, BatchNorm, Dialect
 
 aten = torch.ops.aten
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -231,6 +232,24 @@ def test_what_consolidate_declines_stays():
         "aten._batch_norm_with_update_functional.default",
         "aten.native_batch_norm.default",
     ]
+
+
+LACKING = {  # the statistics, the mode
+    "eval without statistics": ((None, None), False),
+    "eval with a mean alone": ((torch.zeros(3), None), False),
+    "train with a variance alone": ((None, torch.ones(3)), True),
+}
+
+
+@pytest.mark.parametrize(("statistics", "training"), LACKING.values(), ids=LACKING)
+def test_statistics_that_are_not_there_are_not_made_up(statistics, training):
+    """PyTorch reads what is not there (a crash), so nothing is traced: the entry itself leaves the call to others."""
+    table = tbn.decomposition_table()
+    for form in (f for f in LEGACY if f.overload in table and "running_mean" in f.arguments and training in modes(f)):
+        norm = BatchNorm(torch.randn(4, 3), None, None, *statistics, training, 0.1, 1e-5)
+        out = {role: torch.empty(3) for role in form.destinations}
+        args, kwargs = form.write(replace(norm, out=out))
+        assert table[form.overload](*args, **kwargs) is NotImplemented, form.name
 
 
 def _asked_the_driver(*_):
