@@ -1,0 +1,74 @@
+"""Switching and freezing edit a call as it was given: by keyword or by position, with what its user had done to it."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import torch_batchnorm as tbn
+from programs import Op, aten, call_graph, export, legacy_left, nodes, same
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+TRAINS = next(form for form in tbn.FORMS if form.overload is aten.native_batch_norm.default)
+
+
+def tells(x, weight, bias, mean, var):
+    """A batch norm that writes its statistics, which are read afterwards."""
+    return functional.batch_norm(x, mean, var, weight, bias, True), mean + 0, var + 0
+
+
+class Tells(Op):
+    def forward(self, x):
+        return self.function(x, self.weight, self.bias, self.running_mean, self.running_var)
+
+
+@pytest.mark.parametrize("consolidated", [False, True], ids=("legacy", "family"))
+def test_what_read_the_new_mean_and_variance_reads_the_mean_and_the_variance_in_eval(consolidated):
+    """In a functional program both are outputs of the call, and each stands for its own."""
+    model = Tells(tells)
+    program = export(model, X).run_decompositions()
+    program = tbn.consolidate(program) if consolidated else program
+    assert legacy_left(program) == [] or not consolidated
+    evaluates = tbn.switch_mode(program, "eval")
+    with torch.no_grad():
+        out, mean, var = evaluates.module()(X)
+    assert same([mean, var], [model.running_mean, model.running_var])
+    assert same(out, functional.batch_norm(X, mean, var, model.weight.detach(), model.bias.detach()))
+    assert nodes(tbn.switch_mode(evaluates, "train")) == nodes(program)
+
+
+@pytest.mark.parametrize("keywords", [False, True], ids=("by position", "by keyword"))
+def test_freezing_cuts_off_the_gradients_of_a_weight_and_a_bias_however_they_are_given(keywords):
+    program = call_graph(TRAINS, True, keywords=keywords, unread=TRAINS.roles[1:])
+    before = nodes(program)
+    frozen = tbn.freeze(program, affine=True)
+    channels = [torch.rand(3).requires_grad_() for _ in range(2)]
+    statistics = torch.rand(3), torch.rand(3) + 0.5
+    x = X.clone().requires_grad_()
+    frozen(x, *channels, *statistics)[0].sum().backward()
+    assert [t.grad is None for t in (x, *channels)] == [False, True, True]
+    (site,) = frozen.graph.find_nodes(op="call_function", target=TRAINS.overload)
+    assert (len(site.args), len(site.kwargs)) == ((0, 8) if keywords else (8, 0))
+    assert nodes(tbn.unfreeze(frozen)) == before
+
+
+# What the user has cut off already: the weight, the bias.
+CUT = {
+    "the weight, and there is no bias": (lambda w, b: (w.detach(), None), 0),
+    "the weight": pytest.param(
+        lambda w, b: (w.detach(), b), 1, marks=pytest.mark.xfail(reason="unfreeze undoes the user's own too")
+    ),
+    "both": (lambda w, b: (w.detach(), b.detach()), 0),
+    "neither, and there is no weight": (lambda w, b: (None, b), 1),
+}
+
+
+@pytest.mark.parametrize(("cut", "more"), CUT.values(), ids=CUT)
+def test_what_the_user_cut_off_stays_cut_off(cut, more):
+    def function(x, weight, bias, mean, var):
+        return functional.batch_norm(x, mean, var, *cut(weight, bias), True)
+
+    program = export(Op(function), X)
+    detached = [n for n in program.graph.nodes if n.target is aten.detach.default]
+    frozen = tbn.freeze(program, affine=True)
+    assert len([n for n in frozen.graph.nodes if n.target is aten.detach.default]) == len(detached) + more
+    assert nodes(tbn.unfreeze(frozen)) == nodes(program)
