@@ -45,6 +45,8 @@ from torch_batchnorm.tables import table
 aten = torch.ops.aten
 LEGIT = aten._native_batch_norm_legit_functional.default
 FAMILY = aten._batch_norm_with_update_functional.default
+LEGIT_EVAL = aten._native_batch_norm_legit_no_training.default
+FAMILY_EVAL = aten._batch_norm_no_update.default
 RESULTS = Path(__file__).parent / "results.json"
 
 
@@ -63,8 +65,8 @@ class Bar:
         return self.low <= self.value <= self.high
 
 
-def chain(sites: int) -> GraphModule:
-    """`sites` train batch norms in ten times as many nodes, as run_decompositions() writes them."""
+def chain(sites: int, training: bool = True) -> GraphModule:
+    """`sites` batch norms in ten times as many nodes, as run_decompositions() writes them."""
     mode = FakeTensorMode()
     with mode:
         activation, channel = torch.empty(2, 4, 3, 3), torch.empty(4)
@@ -77,15 +79,14 @@ def chain(sites: int) -> GraphModule:
 
     x = add("placeholder", "x", val=activation)
     tensors = [add("placeholder", name, val=channel) for name in ("weight", "bias", "mean", "var")]
-    updated = []
+    op, given, read = (LEGIT, (True, 0.1, 1e-5), (0, 3, 4)) if training else (LEGIT_EVAL, (0.1, 1e-5), (0,))
     for _ in range(sites):
         saved = (activation, channel, channel, channel, channel)
-        call = add("call", LEGIT, x, *tensors, True, 0.1, 1e-5, val=saved)
-        x, mean, var = (add("call", operator.getitem, call, i, val=saved[i]) for i in (0, 3, 4))
-        for _ in range(6):
+        call = add("call", op, x, *tensors, *given, val=saved[: max(read) + 1 if training else 3])
+        x, *updated = (add("call", operator.getitem, call, i, val=saved[i]) for i in read)
+        for _ in range(9 - len(read)):
             x = add("call", aten.relu.default, x, val=activation)
-        updated += [mean, var]
-    graph.output((*updated[-2:], x))
+    graph.output((*updated, x))
     return GraphModule({}, graph)
 
 
@@ -167,6 +168,25 @@ def floor(quick: bool) -> Iterator[Bar]:
         yield Bar(f"consolidate(ResNet-50, {name}) over copy and recompile", taken / least, 0, 1.5, detail)
 
 
+def inplace(quick: bool) -> Iterator[Bar]:
+    """In place, everything included, against torch.fx's own recompile of the same graph: in turns, on graphs as new."""
+    sites, ratios, ours = 200 if quick else 1000, [], []
+    for turn in range(5 if quick else 25):
+        modules = {way: chain(sites) for way in ("consolidate", "recompile")}
+        runs = {"consolidate": tbn.Consolidate(inplace=True), "recompile": GraphModule.recompile}
+        taken = {}
+        for way in list(modules)[:: 1 if turn % 2 else -1]:
+            gc.collect()
+            start = time.perf_counter()
+            runs[way](modules[way])
+            taken[way] = time.perf_counter() - start
+        if turn > 1:  # the first ones warm up
+            ratios.append(taken["consolidate"] / taken["recompile"])
+            ours.append(taken["consolidate"])
+    detail = f"median of {len(ratios)}, {sites:,} BN in {10 * sites:,} nodes; consolidate {min(ours) * 1e3:.0f} ms"
+    yield Bar("consolidate in place over fx's recompile alone", statistics.median(ratios), 0, 1.15, detail)
+
+
 def _pattern(x: Any, weight: Any, bias: Any, mean: Any, var: Any) -> Any:
     out = LEGIT(x, weight, bias, mean, var, True, 0.1, 1e-5)
     return out[0], out[3], out[4]
@@ -177,17 +197,33 @@ def _replacement(x: Any, weight: Any, bias: Any, mean: Any, var: Any) -> Any:
     return out[0], out[4], out[5]
 
 
+def _eval_pattern(x: Any, weight: Any, bias: Any, mean: Any, var: Any) -> Any:
+    return LEGIT_EVAL(x, weight, bias, mean, var, 0.1, 1e-5)[0]
+
+
+def _eval_replacement(x: Any, weight: Any, bias: Any, mean: Any, var: Any) -> Any:
+    return FAMILY_EVAL(x, weight, bias, mean, var, 0.1, 1e-5)[0]
+
+
 def pattern(quick: bool) -> Iterator[Bar]:
-    """The same rewrite by torch.fx.replace_pattern."""
+    """The same rewrite by torch.fx.replace_pattern, compilation excluded: medians, in turns, on graphs as new."""
     sites = 200 if quick else 1000
-    graphs = [chain(sites), chain(sites)]
-    with no_recompile():
-        theirs = seconds(lambda: replace_pattern(graphs[0], _pattern, _replacement), repeat=1)
-        ours = seconds(lambda: tbn.Consolidate(inplace=True)(graphs[1]), repeat=1)
-    counts = [len(g.graph.find_nodes(op="call_function", target=FAMILY)) for g in graphs]
-    assert counts == [sites, sites], counts
-    detail = f"replace_pattern {theirs:.2f} s, consolidate {ours * 1e3:.0f} ms, {sites:,} BN"
-    yield Bar("faster than replace_pattern, times", theirs / ours, 30, math.inf, detail)
+    rows = {
+        "": (True, _pattern, _replacement, FAMILY, 30),
+        " on the eval pattern": (False, _eval_pattern, _eval_replacement, FAMILY_EVAL, 20),
+    }
+    for which, (training, found, put, op, least) in rows.items():
+        theirs, ours = [], []
+        for _ in range(2 if quick else 5):
+            graphs = [chain(sites, training), chain(sites, training)]
+            with no_recompile():
+                theirs.append(seconds(lambda g=graphs, p=(found, put): replace_pattern(g[0], *p), repeat=1))
+                ours.append(seconds(lambda g=graphs: tbn.Consolidate(inplace=True)(g[1]), repeat=1))
+            counts = [len(g.graph.find_nodes(op="call_function", target=op)) for g in graphs]
+            assert counts == [sites, sites], counts
+        slow, fast = statistics.median(theirs), statistics.median(ours)
+        detail = f"replace_pattern {slow:.2f} s, consolidate {fast * 1e3:.0f} ms, {sites:,} BN"
+        yield Bar(f"faster than replace_pattern{which}, times", slow / fast, least, math.inf, detail)
 
 
 def _to_family(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
@@ -579,6 +615,7 @@ def folded(quick: bool) -> Iterator[Bar]:
 MEASURES = (
     linear,
     floor,
+    inplace,
     pattern,
     decompositions,
     runtime,

@@ -181,12 +181,17 @@ class Form:
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by field, `out=` destinations by schema name, known to the overload or not."""
-        return {**dict(zip(self.arguments, args, strict=False)), **{self.names.get(k, k): v for k, v in kwargs.items()}}
+        given = dict(zip(self.arguments, args, strict=False))
+        given.update({self.names.get(k, k): v for k, v in kwargs.items()} if kwargs else ())
+        return given
 
     def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call of the op, no overload named, is a call of this one."""
-        asked = {*self.arguments, *self.destinations.values()}
-        return len(args) <= len(self.arguments) and self.given(args, kwargs).keys() == asked
+        return len(args) <= len(self.arguments) and self.given(args, kwargs).keys() == self._asked
+
+    @cached_property
+    def _asked(self) -> frozenset[str]:
+        return frozenset((*self.arguments, *self.destinations.values()))
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The record that a call of this overload spells, arguments given by position or by keyword.
@@ -194,9 +199,8 @@ class Form:
         Raises: KeyError naming the schema argument that the call leaves out.
         """
         given = self.given(args, kwargs)
-        absent = [a for a in (*self.arguments, *self.destinations.values()) if a not in given]
-        if absent:
-            raise KeyError(absent[0])
+        if not given.keys() >= self._asked:
+            raise KeyError(next(a for a in (*self.arguments, *self.destinations.values()) if a not in given))
         values = {name: given.get(name) for name in _RECORDED[self.record]}
         if self.mode is not Mode.FLAG:
             values["training"] = self.mode is Mode.TRAIN
