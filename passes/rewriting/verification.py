@@ -86,6 +86,6 @@ def _signature(program: ExportedProgram) -> list[str]:
     found += [
         f"{spec.target}: an input that the state does not hold"
         for spec in signature.input_specs
-        if spec.target is not None and spec.target not in state and spec.persistent is not False
+        if spec.target is not None and spec.target not in state
     ]
     return found
