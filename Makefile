@@ -6,7 +6,7 @@ TESTS ?=
 FUZZ ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test accept bench fuzz interop
+.PHONY: help setup demo check test accept bench docs fuzz interop
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -36,6 +36,9 @@ accept: setup ## rewrite the graph snapshots with what the code does now (read t
 
 bench: setup ## measure the claims of the README: a table, and benchmarks/results.json
 	$(BIN)/python benchmarks/run.py
+
+docs: setup ## write docs/REFERENCE.md from the code
+	$(BIN)/python docs/reference.py
 
 fuzz: setup ## random programs through random passes, FUZZ=50 times as many as the tests take, new ones each time
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -n 2 tests/test_chains.py tests/rewriting/test_properties.py tests/folding/test_fold_properties.py $(TESTS)

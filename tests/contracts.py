@@ -120,6 +120,9 @@ KINDS = {
     "the family, loaded from a file, eval": lambda: saved_and_loaded(tbn.consolidate(net(False))),
     "one without statistics beside a tracked one, train": lambda: net(**UNTRACKED),
     "one without statistics beside a tracked one, eval": lambda: net(False, **UNTRACKED),
+    "the family, one without statistics, loaded from a file": lambda: saved_and_loaded(
+        tbn.consolidate(net(**UNTRACKED))
+    ),
     "one frozen in a program that trains": frozen,
     "one in a program without batch norm": lambda: export(nn.ReLU(), X),
     "a graph module, train": lambda: net().module(),
@@ -148,7 +151,10 @@ def built(make):
 
 def looks(program):
     """All that can be seen of a program but for its tensors."""
-    return f"{getattr(program, 'dialect', '')} {fingerprint(program)}"
+    top = program.graph_module if isinstance(program, ExportedProgram) else program
+    graphs = [module.graph for module in top.modules() if isinstance(module, GraphModule)]
+    noted = [str(node.meta.get("custom")) for graph in graphs for node in graph.nodes]
+    return f"{getattr(program, 'dialect', '')} {fingerprint(program)} {noted}"
 
 
 def tensors_of(program):

@@ -171,9 +171,16 @@ def test_the_readme_snippets_run(tmp_path, monkeypatch):
 def test_the_readme_and_the_makefile_name_the_same_commands():
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z]+):.*##", makefile, re.M))
-    assert targets == {"help", "setup", "demo", "check", "test", "accept", "bench", "fuzz", "interop"}
+    assert targets == {"help", "setup", "demo", "check", "test", "accept", "bench", "docs", "fuzz", "interop"}
     assert set(re.findall(r"`make ([a-z]+)`", readme)) <= targets
 
 
 def test_the_version_is_said_once_and_the_changelog_has_it():
     assert f"## [{tbn_version()}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_reference_page_is_what_the_code_says():
+    found = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "run make docs"

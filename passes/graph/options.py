@@ -18,9 +18,9 @@ from .result import Result
 class Keeps(Enum):
     """What a pass leaves of the numbers that a program computes."""
 
-    BITS = "every number, to the bit"
-    ROUNDING = "every number, up to rounding"
-    MEANING = "not the numbers: it changes the mode or the statistics"
+    BITS = "kept to the bit"
+    ROUNDING = "kept up to rounding"
+    MEANING = "changed with the mode or the statistics"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,12 @@ def options_of(made: type[Pass]) -> tuple[Option, ...]:
 
 def summary_of(made: type[Pass]) -> str:
     """What a pass does: the first paragraph of its docstring."""
-    return " ".join((inspect.getdoc(made) or "").split("\n\n")[0].split())
+    return _paragraphs(made)[0]
+
+
+def notes_of(made: type[Pass]) -> list[str]:
+    """What else there is to know of a pass: the paragraphs that describe no field."""
+    return [paragraph for paragraph in _paragraphs(made)[1:] if not _first_field(made, paragraph)]
 
 
 def verb_of(made: type[Pass]) -> str:
@@ -109,9 +114,19 @@ def _described(made: type[Pass]) -> dict[str, str]:
     """What the docstring says of each field, in the paragraphs that begin with one: `target: the consumer. ...`"""
     names = "|".join(field.name for field in fields(made))
     found: dict[str, str] = {}
-    for paragraph in (inspect.getdoc(made) or "").split("\n\n"):
-        _, *parts = re.split(rf"(?:^| )({names}): ", f" {' '.join(paragraph.split())}")
-        if parts and re.match(rf"({names}): ", paragraph):
-            texts = (text[:1].upper() + text[1:] for text in parts[1::2])
-            found |= dict(zip(parts[::2], texts, strict=True))
+    for paragraph in _paragraphs(made):
+        if _first_field(made, paragraph):
+            _, *parts = re.split(rf"(?:^| )({names}): ", paragraph)
+            found |= {name: text[:1].upper() + text[1:] for name, text in zip(parts[::2], parts[1::2], strict=True)}
     return found
+
+
+def _first_field(made: type[Pass], paragraph: str) -> str:
+    """The field that a paragraph begins with, empty when it describes none."""
+    name = paragraph.partition(": ")[0]
+    return name if name in made.__dataclass_fields__ else ""
+
+
+def _paragraphs(made: type[Pass]) -> list[str]:
+    """The docstring of a pass, a line a paragraph."""
+    return [" ".join(paragraph.split()) for paragraph in (inspect.getdoc(made) or "").split("\n\n")]

@@ -186,13 +186,13 @@ def _refuse_form(site: Site, form: Form, functional: bool, pins: Vendor | None, 
 def _refuse_outputs(site: Site, form: Form, free: tuple[str, ...]) -> Reason:
     """Why a row does not return what is read of a site, or writes what the site did not."""
     norm = site.norm
-    moved = UPDATED if form.statistics is Statistics.IN_PLACE else ()
+    moved = UPDATED if form.statistics is Statistics.IN_PLACE and norm.running_mean is not None else ()
     rebuilt = () if norm.training else REBUILT
     known = (*roles_kept(site.form, norm, form), *rebuilt, *moved, *free)
     lost = next((role for role in site.outputs if site.used(role) and role not in known), None)
     if lost is not None:
         return Reason(f"its {lost} is read, which {form.name} does not return")
-    if moved and norm.training and site.form.statistics is Statistics.OUTPUTS and norm.running_mean is not None:
+    if moved and norm.training and site.form.statistics is Statistics.OUTPUTS:
         return Reason(f"{site.form.name} leaves its statistics as they were, and {form.name} writes them")
     return Reason()
 

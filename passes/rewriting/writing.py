@@ -194,7 +194,9 @@ def _handed(
         if holder.target is not operator.getitem or holder.args != (call, index):
             _become(holder, operator.getitem, (call, index))
         return True
-    updated = role in UPDATED and norm.training  # written in place now, and read there
+    updated = (
+        role in UPDATED and norm.training and norm.running_mean is not None
+    )  # written in place now, and read there
     if role not in kept and not updated and holder.users:
         return False
     if role in kept:
