@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ..errors import InvalidBatchNorm
-from .forms import HALF
+from .forms import HALF, BatchNorm
+from .outputs import NEUTRAL, fill
 
 aten = torch.ops.aten
 
@@ -49,12 +50,11 @@ def batch_norm_with_update(
     >>> batch_norm_with_update(x, None, None, mean, var, 0.1, 1e-5)[0].abs().max(), mean
     (tensor(0.), tensor([0.1000, 0.1000, 0.1000]))
     """
-    _check("batch_norm_with_update", input, weight, bias, running_mean, running_var, training=True)
-    weight, bias = _affine(input, weight, bias, running_mean)
+    norm = BatchNorm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    _check("batch_norm_with_update", norm)
     if guard_or_false(input.numel() == 0):
-        return _into(out, _empty(input, weight, bias, None, None, eps))
-    mean, var = (running_mean, running_var) if running_mean is not None else _statistics(weight)
-    results: Four = aten._batch_norm_with_update.default(input, weight, bias, mean, var, momentum, eps)
+        return _into(out, _empty(norm))
+    results: Four = aten._batch_norm_with_update.default(input, *_filled(norm), momentum, eps)
     return _into(out, results)
 
 
@@ -74,16 +74,15 @@ def batch_norm_with_update_functional(
 
     Raises: InvalidBatchNorm as `batch_norm_with_update`. Source: aten::_batch_norm_with_update_functional.
     """
-    _check("batch_norm_with_update_functional", input, weight, bias, running_mean, running_var, training=True)
-    weight, bias = _affine(input, weight, bias, running_mean)
-    stats = (running_mean, running_var) if running_mean is not None and running_var is not None else None
-    mean, var = stats or _statistics(weight)
+    norm = BatchNorm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    _check("batch_norm_with_update_functional", norm)
+    tensors = _filled(norm)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     if guard_or_false(input.numel() == 0):
-        results = (*_empty(input, weight, bias, None, None, eps), mean.clone(), var.clone())
+        results = (*_empty(norm), tensors[2].clone(), tensors[3].clone())
     else:
-        results = aten._batch_norm_with_update_functional.default(input, weight, bias, mean, var, momentum, eps)
-    return _into(out, results) if stats else (*_into(out, results[:4]), None, None)
+        results = aten._batch_norm_with_update_functional.default(input, *tensors, momentum, eps)
+    return (*_into(out, results[:4]), None, None) if running_mean is None else _into(out, results)
 
 
 def batch_norm_no_update(
@@ -104,13 +103,12 @@ def batch_norm_no_update(
     Raises: InvalidBatchNorm as `batch_norm_with_update`, and when there are no running statistics.
     Source: aten::_batch_norm_no_update; the saved statistics, pytorch#100985.
     """
-    _check("batch_norm_no_update", input, weight, bias, running_mean, running_var, training=False)
-    mean, var = cast(tuple[Tensor, Tensor], (running_mean, running_var))
-    weight, bias = _affine(input, weight, bias, mean)
+    norm = BatchNorm(input, weight, bias, running_mean, running_var, False, momentum, eps)
+    _check("batch_norm_no_update", norm)
     if guard_or_false(input.numel() == 0):
-        return _into(out, _empty(input, weight, bias, mean, var, eps))
-    results: Four = aten._batch_norm_no_update.default(input, weight, bias, mean, var, momentum, eps)
-    return _into(out, (results[0], mean.clone(), torch.rsqrt(var + eps), results[3]))
+        return _into(out, _empty(norm))
+    results: Four = aten._batch_norm_no_update.default(input, *_filled(norm), momentum, eps)
+    return _into(out, (results[0], norm.running_mean.clone(), torch.rsqrt(norm.running_var + eps), results[3]))
 
 
 def batch_norm_backward(
@@ -136,51 +134,39 @@ def batch_norm_backward(
 
     Raises: InvalidBatchNorm naming argument, found and expected. Source: aten::batch_norm_backward.
     """
-    name = "batch_norm_backward"
-    _check(name, input, weight, None, running_mean, running_var, training=update)
-    if grad_out.shape != input.shape:
-        _refuse(name, "grad_out", _shown(grad_out), f"the shape of input, {_shown(input)}")
-    for argument, saved in (("save_mean", save_mean), ("save_var", save_var)) if update else ():
-        if saved is None or saved.shape != input.shape[1:2]:
-            _refuse(name, argument, _shown(saved), f"[{input.shape[1]}], as the forward saved it")
-    weight, _ = _affine(input, weight, None, running_mean)
+    norm = BatchNorm(input, weight, None, running_mean, running_var, update, None, eps)
+    _check("batch_norm_backward", norm)
+    _check_saved(grad_out, input, {"save_mean": save_mean, "save_var": save_var} if update else {})
+    weight = fill(norm, "weight", input.shape[1], wide=True) if weight is None else weight
+    found: Sequence[Tensor | None]
     if guard_or_false(input.numel() == 0):
         grads = (torch.zeros_like(input), torch.zeros_like(weight), torch.zeros_like(weight))
         found = [grad if asked else None for grad, asked in zip(grads, output_mask, strict=True)]
     else:
         saves = (running_mean, running_var, save_mean, save_var)
-        found = aten.batch_norm_backward.default(
-            grad_out, input, weight, *saves, update, eps, list(output_mask), reserve
-        )
+        tail = (update, eps, list(output_mask), reserve)
+        found = aten.batch_norm_backward.default(grad_out, input, weight, *saves, *tail)
     if out is not None:
         _into(out, tuple(grad for grad in found if grad is not None))
     return found[0], found[1], found[2]
 
 
-def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weight and bias, ones and zeros where there is none: in the dtype of what there is, else float32 for half."""
-    if weight is not None and bias is not None:
-        return weight, bias
-    like = weight if weight is not None else bias if bias is not None else mean
-    dtype = like.dtype if like is not None else torch.float32 if input.dtype in HALF else input.dtype
-    size = (input.shape[1],)
-    weight = input.new_ones(size, dtype=dtype) if weight is None else weight
-    return weight, input.new_zeros(size, dtype=dtype) if bias is None else bias
+def _filled(norm: BatchNorm) -> list[Tensor]:
+    """Weight, bias and statistics for a kernel, which needs all of them."""
+    channels, given = norm.input.shape[1], {name: getattr(norm, name) for name in NEUTRAL}
+    return [fill(norm, name, channels, wide=True) if tensor is None else tensor for name, tensor in given.items()]
 
 
-def _statistics(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics for a kernel to update that nobody has: like the weight."""
-    return torch.zeros_like(weight), torch.ones_like(weight)
-
-
-def _empty(input: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, var: Tensor | None, eps: float) -> Four:
+def _empty(norm: BatchNorm) -> Four:
     """What an empty batch gives: an output that is differentiable like any other, to gradients of zero."""
+    input, (weight, bias, mean, var) = norm.input, _filled(norm)
     shape = [1, -1, *[1] * (input.ndim - 2)]
     out = (input * weight.view(shape) + bias.view(shape)).to(input.dtype)
-    saved = torch.zeros_like(weight).detach()
-    if mean is None or var is None:
-        return out, saved, saved.clone(), input.new_empty((0,), dtype=torch.uint8)
-    return out, mean.clone(), torch.rsqrt(var + eps), input.new_empty((0,), dtype=torch.uint8)
+    reserve = input.new_empty((0,), dtype=torch.uint8)
+    if norm.training:
+        saved = torch.zeros_like(weight).detach()
+        return out, saved, saved.clone(), reserve
+    return out, mean.clone(), torch.rsqrt(var + norm.eps), reserve
 
 
 def written(place: Tensor, result: Tensor) -> Any:
@@ -201,43 +187,50 @@ def _into(out: Sequence[Tensor] | None, results: T) -> T:
     return tuple(out)  # type: ignore[return-value]
 
 
-def _check(
-    name: str,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    training: bool,
-) -> None:
+def _check(name: str, norm: BatchNorm) -> None:
     """Raises InvalidBatchNorm for what a kernel would crash on, or answer with NaN."""
-    shape, dtype, device = input.shape, input.dtype, input.device
-    if len(shape) < 2:
+    input: Tensor = norm.input
+    if input.ndim < 2:
         _refuse(name, "input", _shown(input), "[N, C, *]")
-    if not dtype.is_floating_point:
+    if not input.dtype.is_floating_point:
         _refuse(name, "input", _shown(input), "a floating point dtype")
+    mean, var = norm.running_mean, norm.running_var
     if (mean is None) is not (var is None):
         absent, given = ("running_mean", "running_var") if mean is None else ("running_var", "running_mean")
         _refuse(name, absent, "None", f"a tensor, as {given} is one; or None for both")
-    if mean is None and not training:
+    if mean is None and not norm.training:
         _refuse(name, "running_mean", "None", "a tensor: without running statistics there is nothing to normalise with")
-    kinds, first = (dtype, torch.float32) if dtype in HALF else (dtype,), None
-    for argument, tensor in (("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var)):
-        if tensor is None:
-            continue
-        first = tensor if first is None else first
-        if tensor.shape != shape[1:2]:
-            _refuse(
-                name, argument, _shown(tensor), f"[{shape[1]}], one value for each channel of input {_shown(input)}"
-            )
-        if tensor.dtype not in kinds or tensor.dtype != first.dtype:
-            _refuse(name, argument, _shown(tensor), f"dtype {_dtypes(kinds, first)} beside input {_shown(input)}")
-        if tensor.device != device:
-            _refuse(name, argument, f"device {tensor.device}", f"device {device}, which input is on")
-    if training and guard_or_false(input.numel() == shape[1]):
-        _refuse(
-            name, "input", _shown(input), "more than one value for each channel in training: the variance is undefined"
-        )
+    first = None
+    for argument in NEUTRAL:
+        tensor = getattr(norm, argument)
+        if tensor is not None:
+            first = tensor if first is None else first
+            _check_channels(name, argument, tensor, first, input)
+    if norm.training and guard_or_false(input.numel() == input.shape[1]):
+        wanted = "more than one value for each channel in training: the variance is undefined"
+        _refuse(name, "input", _shown(input), wanted)
+
+
+def _check_channels(name: str, argument: str, tensor: Tensor, first: Tensor, input: Tensor) -> None:
+    """Raises for a parameter or statistic that is not [C], not of a dtype beside the input's, or on another device."""
+    kinds = (input.dtype, torch.float32) if input.dtype in HALF else (input.dtype,)
+    if tensor.shape != input.shape[1:2]:
+        wanted = f"[{input.shape[1]}], one value for each channel of input {_shown(input)}"
+        _refuse(name, argument, _shown(tensor), wanted)
+    if tensor.dtype not in kinds or tensor.dtype != first.dtype:
+        _refuse(name, argument, _shown(tensor), f"dtype {_dtypes(kinds, first)} beside input {_shown(input)}")
+    if tensor.device != input.device:
+        _refuse(name, argument, f"device {tensor.device}", f"device {input.device}, which input is on")
+
+
+def _check_saved(grad_out: Tensor, input: Tensor, saved: Mapping[str, Tensor | None]) -> None:
+    """Raises for what a gradient reads that is not as its forward left it."""
+    name = "batch_norm_backward"
+    if grad_out.shape != input.shape:
+        _refuse(name, "grad_out", _shown(grad_out), f"the shape of input, {_shown(input)}")
+    for argument, tensor in saved.items():
+        if tensor is None or tensor.shape != input.shape[1:2]:
+            _refuse(name, argument, _shown(tensor), f"[{input.shape[1]}], as the forward saved it")
 
 
 def _dtypes(kinds: Sequence[torch.dtype], first: Tensor) -> str:

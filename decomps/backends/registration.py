@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import register_op_impl
 
-from ..forms import BY_TARGET, GRADIENT_BY_TARGET, HALF, BatchNorm, Gradient
+from ..forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Gradient
+from ..outputs import returned
 from .pinned import run_pinned
 from .rules import KERNELS, NATIVE
 
@@ -71,19 +73,18 @@ def _fake(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """
     form = BY_TARGET[func][0]
     norm = form.read(args, kwargs)
-    x, statistic = norm.input, norm.running_mean
-    half = x.dtype in HALF
     with fake_mode:
-        saved = statistic.new_empty((0,) if _unsaved(norm) else statistic.shape)
-        saved = saved.float() if half and x.device.type != "cpu" else saved
-        made = dict.fromkeys(("save_mean", "save_invstd"), saved)
-        made |= dict.fromkeys(("new_running_mean", "new_running_var"), statistic)
-        made |= {"out": _like_input(x), "reserve": _reserve(norm)}
-        return tuple(made[role] if role == "reserve" else torch.empty_like(made[role]) for role in form.roles)
+        return tuple(_made(norm, role) for role in form.roles)
 
 
-def _unsaved(norm: BatchNorm) -> bool:
-    return not norm.training and norm.input.device.type == "cpu"
+def _made(norm: BatchNorm | Gradient, role: str) -> Any:
+    """A fake of one output: activations in the input's memory format, everything else as `returned` says."""
+    if role in ("out", "grad_input"):
+        return _like_input(norm.input)
+    if role == "reserve":
+        return _reserve(norm)
+    shape, dtype = returned(norm, role)
+    return norm.input.new_empty(shape, dtype=dtype)
 
 
 def _like_input(input: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def _like_input(input: Tensor) -> Tensor:
     return torch.empty_like(input, memory_format=suggest_memory_format(input))
 
 
-def _reserve(norm: BatchNorm) -> Any:
+def _reserve(norm: Any) -> Any:
     asked = norm.input.device.type == "cuda" and torch.cuda.is_available()
     if not asked or any(type(size) is not int for size in norm.input.shape):
         return norm.input.new_empty((0,), dtype=torch.uint8)
@@ -102,20 +103,22 @@ def _reserve(norm: BatchNorm) -> Any:
 def _fake_gradient(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     gradient = _BACKWARD.read(args, kwargs)
     with fake_mode:
-        made = (_like_input(gradient.input), torch.empty_like(gradient.weight), torch.empty_like(gradient.weight))
-        return tuple(grad if asked else None for grad, asked in zip(made, gradient.output_mask, strict=True))
+        asked = zip(_BACKWARD.roles, gradient.output_mask, strict=True)
+        return tuple(_made(gradient, role) if wanted else None for role, wanted in asked)
 
 
-_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-
-
+@cache
 def register() -> None:
-    """Puts the missing kernels into PyTorch's dispatcher, once."""
+    """Puts the missing kernels into PyTorch's dispatcher, once. A PyTorch that has its own keeps it."""
+    # a registration lives as long as its library, and this one as long as the process
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _libraries.append(library)
     for key in ("CUDA", "MPS", "XPU"):
-        _library.impl("_batch_norm_no_update", no_update, key)
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_backward", "CUDA") and torch.version.cuda:
+        if not _has_kernel("_batch_norm_no_update", key):
+            library.impl("_batch_norm_no_update", no_update, key)
+    if _has_kernel("batch_norm_backward", "CUDA") and torch.version.cuda:
         original = torch.library.get_kernel("aten::batch_norm_backward", "CUDA")
-        _library.impl("batch_norm_backward", _backward_on_cuda(original), "CUDA", with_keyset=True)
+        library.impl("batch_norm_backward", _backward_on_cuda(original), "CUDA", with_keyset=True)
     for op, fake in (
         (aten._batch_norm_with_update.default, _fake),
         (aten._batch_norm_with_update_functional.default, _fake),
@@ -124,3 +127,11 @@ def register() -> None:
     ):
         meta_table[op] = decomposition_table[op]  # a fake tensor asks a decomposition first, unless there is a meta
         register_op_impl(op)(fake)
+
+
+_libraries: list[Any] = []
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    """Whether an op of ATen has a kernel of its own for a device: one for any device does not count."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key))

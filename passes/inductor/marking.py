@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...decomps.forms import BY_TARGET, UPDATED, BatchNorm, Dialect, Statistics, form_of, nearest
 from ...decomps.outputs import NEUTRAL, fill
 from ..rewriting.site import Site, read_site
-from .marks import FREED, KEPT
+from .marks import kept
 
 aten = torch.ops.aten
 
@@ -65,8 +65,8 @@ class CallKernels(CustomGraphPass):
     """In the joint graph, or the only one: what was marked becomes calls of the family."""
 
     def __call__(self, graph: Graph) -> None:
-        for kept, family in FREED.items():
-            for node in graph.find_nodes(op="call_function", target=kept):
+        for family, mark in kept().items():
+            for node in graph.find_nodes(op="call_function", target=mark):
                 _lower(family)
                 node.target = family
 
@@ -156,7 +156,7 @@ def _write(site: Site) -> None:
     with graph.inserting_before(node):
         filled = {name: fill(norm, name, _channels(norm), graph.call_function) for name in norm.missing}
         args, _ = target.write(replace(norm, **filled))
-        call = graph.call_function(KEPT[target.overload], args)
+        call = graph.call_function(kept()[target.overload], args)
         call.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
 
         def output(role: str) -> Node:

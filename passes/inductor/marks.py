@@ -4,11 +4,14 @@ graph has been traced. No such call outlives that; it is swapped for ATen's op o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -20,24 +23,29 @@ _FAMILY = (
 )
 
 
-_LIBRARY: Any = torch.library.Library("torch_batchnorm", "DEF")  # type: ignore[no-untyped-call]
+@cache
+def kept() -> Mapping[OpOverload, OpOverload]:
+    """ATen's op -> ours, which the first call defines: importing this file changes nothing in PyTorch."""
+    library: Any = torch.library.Library("torch_batchnorm", "DEF")  # type: ignore[no-untyped-call]
+    found = {family: _define(library, family) for family in _FAMILY}
+    _libraries.append(library)
+    for forward in _FAMILY[:2]:
+        name = f"torch_batchnorm::{forward.overloadpacket.__name__}"
+        torch.library.register_autograd(name, _gradient, setup_context=_saved, lib=library)
+    return MappingProxyType(found)
 
 
-def _define(family: Any) -> Any:
+_libraries: list[Any] = []  # what is defined lives as long as its library
+
+
+def _define(library: Any, family: Any) -> OpOverload:
     """An op with the schema and the results of one of the family's, on every device and on fake tensors."""
     schema = str(family._schema).removeprefix("aten::")
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=family.tags)
-    _LIBRARY.impl(name, family, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torch_batchnorm::{name}", family, lib=_LIBRARY)
-    return getattr(torch.ops.torch_batchnorm, name).default
-
-
-# ATen's op -> ours, and back.
-KEPT = MappingProxyType({family: _define(family) for family in _FAMILY})
-
-
-FREED = MappingProxyType({kept: family for family, kept in KEPT.items()})
+    library.define(schema, tags=family.tags)
+    library.impl(name, family, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_batchnorm::{name}", family, lib=library)
+    return getattr(torch.ops.torch_batchnorm, name).default  # type: ignore[no-any-return]
 
 
 def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -58,10 +66,6 @@ def _gradient(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | Non
     input, weight, mean, spread, reserve = ctx.saved_tensors
     statistics = (None, None, mean, spread) if ctx.training else (mean, spread, None, None)
     mask = list(ctx.needs_input_grad[:3])
-    backward = KEPT[aten.batch_norm_backward.default]
+    backward = kept()[aten.batch_norm_backward.default]
     grads = backward(grad_out, input, weight, *statistics, ctx.training, ctx.eps, mask, reserve)
     return (*(grad if asked else None for grad, asked in zip(grads, mask, strict=True)), None, None, None, None)
-
-
-for _forward in _FAMILY[:2]:
-    torch.library.register_autograd(KEPT[_forward].name(), _gradient, setup_context=_saved, lib=_LIBRARY)

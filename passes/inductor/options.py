@@ -64,7 +64,9 @@ class InductorBatchNorm:
         from torch._inductor import config
 
         from .marking import CallKernels, MarkKept
+        from .marks import kept
 
+        kept()  # ahead of every compilation, which may run under modes of others
         marking = MarkKept(self.keep, KEEP[self.keep] if isinstance(self.keep, str) else self.keep)
         found = dict(options or {})
         for hook, ours in (("pre_grad_custom_pass", marking), ("joint_custom_pre_pass", CallKernels())):

@@ -396,3 +396,55 @@ def test_a_vendor_is_one_row():
     assert "is built without it" in said[2]
     assert said[3] == "['aten.native_batch_norm.default'] []"
     assert said[4] == "[] ['acme cannot run it: eps is 1e-05, outside the limit: 1e-4 or more']"
+
+
+OWN = """
+import torch, warnings
+
+warnings.simplefilter("error")
+theirs = torch.library.Library("aten", "IMPL")
+theirs.impl("_batch_norm_no_update", lambda *args: (args[0],) * 4, "CUDA")
+import torch_batchnorm
+from torch_batchnorm.decomps.backends.registration import register
+
+register()
+x, c = torch.ones(2, 3), torch.ones(3)
+for key in ("CUDA", "XPU"):
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    found = torch.ops.aten._batch_norm_no_update.default._handle.redispatch_boxed(keys, x, c, c, c, c, 0.1, 1e-5)
+    print(found[3].dtype)
+"""
+
+
+def test_a_kernel_that_is_there_is_left_alone():
+    assert run_with({}, OWN).split() == ["torch.float32", "torch.uint8"]
+
+
+def test_importing_decomps_registers_nothing():
+    """The package's own __init__ does, by one call: it is stood in for here by an empty one."""
+    code = """
+import sys, types, torch, importlib, pathlib, pkgutil
+
+root = types.ModuleType("torch_batchnorm")
+spec = importlib.machinery.PathFinder.find_spec("torch_batchnorm")
+root.__path__ = list(spec.submodule_search_locations)
+sys.modules["torch_batchnorm"] = root
+ops = ("_batch_norm_no_update", "batch_norm_backward", "_batch_norm_with_update")
+
+
+def registered():
+    fakes = torch._subclasses.fake_impls.op_implementations_dict
+    ours = [getattr(torch.ops.aten, op).default in fakes for op in ops]
+    return [torch._C._dispatch_dump("aten::" + op) for op in ops], ours, hasattr(torch.ops.torch_batchnorm, ops[0])
+
+
+before = registered()
+for module in pkgutil.walk_packages(root.__path__, "torch_batchnorm."):
+    if module.name.startswith(("torch_batchnorm.decomps", "torch_batchnorm.passes")):
+        importlib.import_module(module.name)
+print(registered() == before)
+importlib.import_module("torch_batchnorm.decomps.backends.registration").register()
+importlib.import_module("torch_batchnorm.passes.inductor.marks").kept()
+print(registered() == before)
+"""
+    assert run_with({}, code).split() == ["True", "False"]
