@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...decomps.forms import BY_TARGET, UPDATED, BatchNorm, Dialect, Statistics, form_of, nearest
 from ...decomps.outputs import NEUTRAL, fill
+from ..graph.result import Reason
 from ..rewriting.site import Site, read_site
 from .marks import kept
 
@@ -46,7 +48,7 @@ class MarkKept(CustomGraphPass):
         transformed = bool(found) and any(map(_transforms, graph.nodes))
         for node in found:
             site = _called(node) if node.target in _CALLED else read_site(node)  # as earlier ones left it
-            reason = "it is under a transform of torch.func" if transformed else site.problem or _obstacle(site)
+            reason = "it is under a transform of torch.func" if transformed else _refuse_keeping(site)
             if not reason and not self.chosen(_values(site.norm)):
                 reason = f"as keep={self.keep!r} says"
             log.info("%s is %s", site.node.name, f"left to Inductor: {reason}" if reason else "kept")
@@ -76,11 +78,16 @@ class CallKernels(CustomGraphPass):
 
 @cache
 def _identity(options: str) -> str:
-    """What compiled code depends on besides its graph: the options, and this library to the letter."""
-    package = Path(str(files(__package__.partition(".")[0])))  # its root, however deep this file lies
+    """What compiled code depends on besides its graph: the options, and this library to the letter.
+
+    The files are found from the package's root, however deep this one lies: a search that finds none would say nothing.
+    """
+    package = str(files(__package__.partition(".")[0]))
     found = hashlib.sha256(f"{version('torch-batchnorm')} {options}".encode())
-    for file in sorted(file for folder in ("decomps", "passes") for file in (package / folder).rglob("*.py")):
-        found.update(file.read_bytes())
+    folders = os.walk(package, followlinks=True)  # in a checkout, decomps and passes are links
+    sources = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
+    for source in sources:
+        found.update(str(source.relative_to(package)).encode() + source.read_bytes())
     return found.hexdigest()
 
 
@@ -117,26 +124,34 @@ def _transforms(node: Node) -> bool:
     return "_functorch" in (getattr(node.target, "__module__", None) or "")
 
 
-def _obstacle(site: Site) -> str:
+def _refuse_keeping(site: Site) -> str:
     """Why a site cannot be kept, empty when it can."""
     norm, form = site.norm, site.form
+    if site.problem:
+        return site.problem
     if form.destinations:
-        return "it writes to its out arguments"
+        return Reason("it writes to its out arguments")
     if type(norm.training) is not bool or not {type(norm.momentum), type(norm.eps)} <= {float, int}:
-        return "its mode, momentum or eps is computed"
+        return Reason("its mode, momentum or eps is computed")
+    if reason := _refuse_tensors(norm):
+        return reason
+    # what the family returns of it is another value, or means something to the legacy op's own gradient
+    unkept = ["impl_index"] if norm.training else ["impl_index", *("save_mean", "save_invstd"), *UPDATED]
+    unkept += [] if form.dialect is Dialect.FAMILY else ["reserve"]
+    return Reason(next((f"its {role} is read" for role in unkept if site.used(role)), ""))
+
+
+def _refuse_tensors(norm: BatchNorm) -> Reason:
+    """Why the family cannot be called with the tensors of a record, as far as the graph knows them."""
     values = _values(norm)
     tensors = [getattr(values, name) for name in ("input", *NEUTRAL) if name not in norm.missing]
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        return "the shape of one of its tensors is not known"
+        return Reason("the shape of one of its tensors is not known")
     if any(map(is_traceable_wrapper_subclass, tensors)):
-        return "one of its tensors is of a subclass, whose rules are for ATen's own ops"
+        return Reason("one of its tensors is of a subclass, whose rules are for ATen's own ops")
     if norm.missing and type(_channels(norm)) is not int:
-        return f"its channel count is dynamic, and its {norm.missing[0]} has to be filled in"
-    if 0 in values.input.shape:
-        return "its batch is empty, which the family refuses in training"
-    unkept = ["impl_index"] if norm.training else ["impl_index", *("save_mean", "save_invstd"), *UPDATED]
-    unkept += [] if form.dialect is Dialect.FAMILY else ["reserve"]
-    return next((f"its {role} is read" for role in unkept if site.used(role)), "")
+        return Reason(f"its channel count is dynamic, and its {norm.missing[0]} has to be filled in")
+    return Reason("its batch is empty, which the family refuses in training" if 0 in values.input.shape else "")
 
 
 def _value(node: Any) -> Any:

@@ -40,6 +40,9 @@ KEEP: Mapping[str, Predicate] = MappingProxyType(
 class InductorBatchNorm:
     """The graph passes that keep batch norms whole through Inductor, which otherwise decomposes every one.
 
+    It is no row of PASSES: it takes no program and returns none. It makes options, and Inductor runs the passes in them
+    on graphs of its own, at two moments between which autograd is traced.
+
     keep: which ones. "always", "never", "train" (those that normalise with batch statistics), "auto" (see
     `inductor_options`), or a function of a `BatchNorm` whose tensors are fake. Its code may do anything, so compiled
     graphs are cached only when it has a method `uuid()`, of what it depends on, as Inductor's own passes do.

@@ -314,3 +314,16 @@ def test_a_compiled_train_step_allocates_no_reserve():
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     for a, b in zip(model.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+OPTIONAL = [form for form in LEGACY if False in modes(form) and "running_mean" not in form.required]
+WITHOUT = [form for form in OPTIONAL if not form.destinations and "impl_index" not in form.roles]
+
+
+@pytest.mark.parametrize("form", WITHOUT, ids=lambda form: form.name)
+def test_eval_without_statistics_stays_as_it_is(form):
+    """Kernels read memory that is not there: the table leaves it to them to say so, as `consolidate` declines it."""
+    entry = tbn.decomposition_table()[form.overload]
+    tensors = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
+    norm = BatchNorm(torch.randn(2, 3), **tensors, training=False, momentum=0.1, eps=1e-5)
+    assert entry(*form.write(norm)[0]) is NotImplemented

@@ -4,10 +4,12 @@ import json
 import logging
 import operator
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +22,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_batchnorm as tbn
-from programs import export
-from torch_batchnorm.decomps.forms import BatchNorm
+from programs import call_graph, export
+from torch_batchnorm.decomps.forms import BY_TARGET, BatchNorm
+from torch_batchnorm.passes.inductor import marking
+from torch_batchnorm.passes.inductor.marking import MarkKept
 from torch_batchnorm.passes.inductor.options import KEEP
 
+aten = torch.ops.aten
 FORWARD, EVAL, BACKWARD = (
     "aten._batch_norm_with_update_functional.default(",
     "aten._batch_norm_no_update.default(",
@@ -566,3 +571,39 @@ copy__2: f32[3] = aten.copy_.default(primals_4, getitem_5)
 return (getitem, primals_1, primals_5, getitem_1, getitem_2, getitem_3)""",
     )
     assert shown["backward after post-grad"] == shown["backward graph"]
+
+
+# What the graph pass refuses, and what its uuid covers.
+
+
+@pytest.mark.parametrize("read", [True, False], ids=("read", "unread"))
+@pytest.mark.parametrize("training", [True, False], ids=("train", "eval"))
+def test_an_impl_index_that_is_read_is_not_kept(training, read):
+    form = BY_TARGET[aten._batch_norm_impl_index.default][0]
+    module = call_graph(form, training, unread=form.roles[1:])
+    graph, (call,) = module.graph, module.graph.find_nodes(op="call_function", target=form.overload)
+    with FakeTensorMode():
+        for node in graph.find_nodes(op="placeholder"):
+            node.meta["val"] = torch.empty((2, 3, 4) if node.name == "input_1" else (3,))
+    if read:
+        with graph.inserting_after(call):
+            index = graph.call_function(operator.getitem, (call, form.roles.index("impl_index")))
+        (output,) = graph.find_nodes(op="output")
+        output.args = ((*output.args[0], index),)
+    MarkKept("always", lambda norm: True)(graph)
+    assert bool(graph.find_nodes(op="call_function", target=form.overload)) is read
+
+
+def test_the_uuid_changes_with_every_file_of_the_package(tmp_path, monkeypatch):
+    package = Path(tbn.__file__).parent
+    shutil.copytree(package, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(marking, "files", lambda name: tmp_path / name.replace("torch_batchnorm", "package"))
+    identity = marking._identity.__wrapped__
+    sources = sorted((tmp_path / "package").rglob("*.py"))
+    assert tmp_path / "package" / "decomps" / "backends" / "rules.py" in sources
+    assert tmp_path / "package" / "passes" / "inductor" / "marking.py" in sources
+    seen = {identity("train")}
+    for source in sources:
+        source.write_text(source.read_text() + "# changed\n")
+        seen.add(identity("train"))
+    assert len(seen) == len(sources) + 1
