@@ -18,6 +18,7 @@ from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Log, Program, Reason, Result
 from ..graph.state import State
 from ..rewriting.site import Site, find_nodes, find_sites
+from ..rewriting.trains import find_random, is_training
 from .plan import Plan
 from .weights import EXPECTED
 from .writing import Writing, returned_as_they_are
@@ -79,7 +80,7 @@ class Fold:
         draft, log = Draft(program, self.inplace), Log()
         sites = list(find_sites(draft.graphs))
         state = State(draft, unchanged={node for site in sites for node in returned_as_they_are(site)})
-        trains = any(site.tracks and site.norm.training is not False for site in sites) and not self.force
+        trains = is_training(sites, find_random(draft.graphs)) and not self.force
         refused = {s: _refuse_mode(s, trains) or _refuse_outputs(s) or _refuse_input(s) for s in sites}
         plan = Plan(draft, state, [site for site in sites if not refused[site]], self)
         for site in sites:

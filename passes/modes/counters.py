@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -10,48 +11,40 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
+from ...decomps.ops import OP_BY_TARGET, Kind
 from ..graph.draft import Draft
-from ..graph.journal import Removals
-from ..graph.meta import empty_val, set_val
-from ..graph.nest import ONCE, callers_of, graphs_of, state_names
+from ..graph.journal import Entry, Journal
+from ..graph.meta import set_val
+from ..graph.nest import ONCE, callers_of
+from ..graph.result import Reason
 from ..graph.signature import tensors_of
 from ..rewriting.site import Site
-from ..rewriting.tracked import COUNTER, counter_beside, root_of
+from ..rewriting.tracked import COUNTER, counter_beside, names_in, root_of
 
 aten = torch.ops.aten
 
-
-_ADDS = (aten.add_.Tensor, aten.add.Tensor)
-
+_ADD, _ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
 
 # What a constant passes through between its place in the state and the add.
 _WRAPS = (
+    *(o for o, row in OP_BY_TARGET.items() if row.kind is Kind.ALIAS),
     aten.lift_fresh_copy.default,
-    aten.lift_fresh.default,
-    aten.detach.default,
-    aten.detach_.default,
     aten.clone.default,
 )
 
-
-_FILLS = (aten.new_ones.default, aten.new_zeros.default, aten.full.default, aten.sym_size.int)
+_FILLS = {o for o, row in OP_BY_TARGET.items() if row.kind is Kind.FILL} | {aten.sym_size.int}
 
 
 class Counters:
     """The counters of a draft's batch norms, found by name beside the running mean; nested graphs included."""
 
-    def __init__(self, draft: Draft, removals: Removals) -> None:
-        self.draft, self.removals = draft, removals
-        program = draft.program
-        paths = {id(graph): path for path, graph in (graphs_of(program) if not draft.inplace else draft.graphs)}
-        self.names: dict[str, dict[str, str]] = defaultdict(dict)  # path -> node name -> name outside
-        self.holders: dict[str, dict[str, str]] = defaultdict(dict)  # path -> name outside -> node name
-        for node, name in state_names(program).items():
-            path = paths[id(node.graph)]
-            self.names[path][node.name] = name
-            self.holders[path].setdefault(name, node.name)
+    def __init__(self, draft: Draft, journal: Journal) -> None:
+        self.draft, self.journal = draft, journal
+        self.names = names_in(draft)
+        self.holders: dict[str, dict[Graph, Node]] = defaultdict(dict)  # the first node of each graph, by name outside
+        for node, name in self.names.items():
+            self.holders[name].setdefault(node.graph, node)
         self.graphs = dict(draft.graphs)
-        self.callers = callers_of(draft.top, dict(draft.graphs))
         self.adds: dict[str, list[Node]] = {}
         self.written: dict[Node, list[Node]] = defaultdict(list)
         for target, value in draft.mutations():
@@ -62,24 +55,34 @@ class Counters:
         """Buffers and constants by name."""
         return tensors_of(self.draft.program)
 
+    @cached_property
+    def callers(self) -> dict[str, list[tuple[str, Node]]]:
+        """Who calls each nested graph."""
+        return callers_of(self.draft.top, self.graphs)
+
     def of(self, site: Site) -> str | None:
         """The name of the site's counter in the state, None when it has none."""
-        mean = self.names[site.path].get(root_of(site.norm.running_mean).name, "")
+        mean = self.names.get(root_of(site.norm.running_mean))
+        if not mean:
+            return None
         name = counter_beside(mean)
-        return name if mean and (name in self.holders[site.path] or name in self.state) else None
+        return name if name in self.holders or name in self.state else None
 
-    def pair(self, sites: list[Site]) -> dict[Node, Node | str | None]:
-        """For each training site the add of its counter, None when it has none, a reason when they cannot be paired."""
+    def pair(self, sites: list[Site]) -> dict[Node, Node | Reason]:
+        """For each training site the add of its counter, if it has one; a reason when they cannot be paired.
+
+        As many adds as batch norms: they are paired in the order in which they run.
+        """
         by_counter: dict[str, list[Site]] = defaultdict(list)
-        paired: dict[Node, Node | str | None] = dict.fromkeys(site.node for site in sites)
         for site in sites:
             if (name := self.of(site)) is not None:
                 by_counter[name].append(site)
+        paired: dict[Node, Node | Reason] = {}
         for name, counted in by_counter.items():
             adds = self._adds_of(name)
             if adds and len(adds) != len(counted):
                 found = f"{name} is added to {len(adds)} times for {len(counted)} batch norms"
-                reason = f"{found}: which add is whose is not known"
+                reason = Reason(f"{found}: which add is whose is not known")
                 paired.update((site.node, reason) for site in counted)
             elif adds:
                 paired.update(zip((site.node for site in counted), adds, strict=True))
@@ -87,13 +90,77 @@ class Counters:
 
     def _adds_of(self, name: str) -> list[Node]:
         """Every add of one to this counter, in the order of the graphs and in each as they run."""
-        found = []
-        for path, graph in self.draft.graphs:
-            held = self.holders[path].get(name)
-            if held is not None:
-                counter = self.removals.node(graph, held)
-                found += _chain(counter, self.written.get(counter, []), self.is_one)
-        return found
+        held = self.holders.get(name, {})
+        graphs = held if len(held) < 2 else [graph for _, graph in self.draft.graphs if graph in held]
+        return [add for graph in graphs for add in self._updates_of(held[graph])]
+
+    def _updates_of(self, counter: Node) -> list[Node]:
+        """Every add of one that updates a counter, in order: in place, or towards the value that is written to it. What
+        else adds one to it reads it, and is no update.
+        """
+        found, reached = [], [counter]
+        written: list[Any] = [*self.written.get(counter, ())]
+        while reached:
+            held = reached.pop()
+            for user in held.users:
+                if user.target is _ADD_IN_PLACE and user.args[0] is held and self._is_one(user.args[1]):
+                    found.append(user)
+                    reached.append(user)
+                elif user.target is aten.copy_.default and held is counter:
+                    written.append(user.args[1])
+        for value in written:
+            while isinstance(value, Node) and value.target is _ADD and self._is_one(value.args[1]):
+                found.append(value)
+                value = value.args[0]
+        return sorted(dict.fromkeys(found)) if len(found) > 1 else found
+
+    def _is_one(self, value: Any) -> bool:
+        """Whether an operand is 1: a literal, or a constant of the program, as lifting makes of it."""
+        if not isinstance(value, Node):
+            return bool(value == 1)
+        while value.target in _WRAPS and value.all_input_nodes:
+            value = value.all_input_nodes[0]
+        tensor = self.state.get(self.names.get(value, ""))
+        return tensor is not None and tensor.numel() == 1 and not tensor.is_floating_point() and bool(tensor == 1)
+
+    def remove(self, site: Site, add: Node | None) -> Entry | None:
+        """Takes an add out, and the constant it added where nothing else reads it; returns what `restore` needs."""
+        if add is None:
+            return None
+        counter: Any = add.args[0]
+        one, op = add.args[1], str(add.target)
+        before = _first_for(site.node) if add.graph is site.node.graph else None
+        place = root_of(counter) if add.users else counter
+        entry = {"op": op, **self.journal.take_update(add, counter, place, before)}
+        if isinstance(one, Node):
+            entry["one"] = self.journal.take_operand(one, _WRAPS)
+        return entry
+
+    def restore(self, site: Site, entry: Entry) -> None:
+        """Puts an add where it was, or where torch.export writes it: right before the batch norm."""
+        name = self.of(site)
+        found = None if name is None else self._place(site, name)
+        if name is None or found is None:
+            return
+        counter, before = found
+        entry = self._of_this_dialect(entry)
+        value, one = self._value_before(counter, name, before), self._restored_one(entry, site, counter.graph)
+        if isinstance(one, Node) and one > before:
+            before = one.next
+        functional = entry["op"] == str(_ADD) if "op" in entry else self.draft.functional
+        overload = _ADD if functional else _ADD_IN_PLACE
+        entry = {"name": overload._schema.name.removeprefix("aten::"), **entry}
+        add = self.journal.put(counter.graph, entry, overload, (value, one), before)
+        add.meta = {**_described(site.node), **add.meta}
+        set_val(add, counter.meta.get("val"), site.node)
+        self.journal.update(entry, add, value, counter, add)
+        self.adds[name].append(add)
+
+    def _of_this_dialect(self, entry: Entry) -> Entry:
+        """The entry of an add, unless the program's dialect changed since: then it is written as this one has it."""
+        in_place = entry.get("op") == str(_ADD_IN_PLACE)
+        exported = isinstance(self.draft.program, ExportedProgram) and "op" in entry and "copies" not in entry
+        return {} if exported and in_place is self.draft.functional else entry
 
     def _value_before(self, counter: Node, name: str, node: Node) -> Node:
         """What the counter is called right before a node."""
@@ -102,138 +169,50 @@ class Counters:
         adds = (add for add in self.adds[name] if add.graph is node.graph and add < node)
         return max(adds, default=counter)
 
-    def is_one(self, value: Any) -> bool:
-        """Whether an operand is 1: a literal, or a constant of the program, as lifting makes of it."""
-        if not isinstance(value, Node):
-            return bool(value == 1)
-        tensor = self.state.get(self.names[""].get(_unwrapped(value).name, ""))
-        return tensor is not None and tensor.numel() == 1 and not tensor.is_floating_point() and bool(tensor == 1)
-
-    def remove(self, site: Site, add: Node | None, listed: dict[Node, int]) -> dict[str, Any] | None:
-        """Takes an add out, and the constant it added where nothing else reads it; returns what `restore` needs."""
-        if add is None:
-            return None
-        removals = self.removals
-        counter: Any = add.args[0]
-        note: dict[str, Any] = {"op": str(add.target), "listed": listed.get(add)}
-        if add.users:
-            note["copies"] = removals.take_copies(add, root_of(counter))
-            add.replace_all_uses_with(counter)
-        one: Any = add.args[1]
-        before = _first_for(site.node) if add.graph is site.node.graph else None
-        note |= removals.take(add, before)
-        note["one"] = self._remove_one(one) if isinstance(one, Node) else None
-        return {key: value for key, value in note.items() if value not in (None, [], "")}
-
-    def _remove_one(self, one: Node) -> dict[str, Any]:
-        """Takes out what brought the 1 in, from the add back to the constant; a reader elsewhere ends it."""
-        taken: list[dict[str, Any]] = []
-        constant: dict[str, Any] = {}
-        while one.target in _WRAPS and not one.users:
-            source: Any = one.args[0]
-            taken.append({"op": str(one.target), **self.removals.take(one)})
-            one = source
-        if one.op == "placeholder" and not one.users and self.names[""].get(one.name, "") in self.state:
-            name, tensor = one.name, self.state[self.names[""][one.name]]
-            found = self.draft.drop_constant(one)
-            if found is not None:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                constant = {"name": name, "place": found[0], "target": found[1], "dtype": dtype}
-                return {"wraps": taken, "constant": constant}
-        return {"wraps": taken, "node": one.name}
-
-    def restore(self, site: Site, note: dict[str, Any] | None) -> None:
-        """Puts an add where it was, or where torch.export writes it: right before the batch norm."""
-        name = self.of(site)
-        if name is None:
-            return
-        note = self._of_this_dialect(note or {})
-        found = self._place(site, name)
-        if found is None:
-            return
-        counter, before = found
-        graph = counter.graph
-        value = self._value_before(counter, name, before)
-        one = self._restored_one(note["one"], site) if note.get("one") else 1
-        functional = self.draft.functional and not note
-        overload = aten.add.Tensor if functional or note.get("op") == str(aten.add.Tensor) else aten.add_.Tensor
-        if isinstance(one, Node) and one > before:
-            before = one.next
-        add = self.removals.put(graph, note or {"name": overload._schema.name.removeprefix("aten::")}, before)(
-            overload, (value, one)
-        )
-        add.meta = {**_described(site.node), **add.meta}
-        set_val(add, counter.meta.get("val"), site.node)
-        self.draft.place(counter, note.get("listed"))
-        self.draft.mutate(value, add, add)
-        self.adds[name].append(add)
-        self.removals.put_copies(note.get("copies") or [], root_of(counter), add)
-
-    def _of_this_dialect(self, note: dict[str, Any]) -> dict[str, Any]:
-        """The note of an add, unless the program's dialect changed since: then it is written as this one has it."""
-        in_place = note.get("op") == str(aten.add_.Tensor)
-        exported = isinstance(self.draft.program, ExportedProgram) and "op" in note and "copies" not in note
-        return {} if exported and in_place is self.draft.functional else note
-
-    def ambiguous(self, site: Site) -> str:
-        """Why it cannot be told which counter a site adds to, empty when it can: statistics and module agree."""
-        tensors = (site.norm.running_mean, site.norm.running_var)
-        named = [self.names[site.path].get(root_of(t).name, "") for t in tensors]
-        owners = {name.rpartition(".")[0] for name in named if name} | ({site.owner} if site.owner else set())
-        counters = {owner: self.state.get(f"{owner}.{COUNTER}" if owner else COUNTER) for owner in sorted(owners)}
-        known = {owner: counter for owner, counter in counters.items() if counter is not None}
-        if len({counter.data_ptr() for counter in known.values()}) < 2:
-            return ""
-        return f"its statistics are shared by {', '.join(known)}: whose counter it adds to is not known"
-
-    def _restored_one(self, note: dict[str, Any], site: Site) -> Node | int:
-        constant, graph = note.get("constant"), self.draft.graphs[0][1]
-        if constant is not None:
-            like: Any = next((n.meta["val"] for n in graph.find_nodes(op="placeholder") if "val" in n.meta), None)
-            value = torch.tensor(1, dtype=getattr(torch, constant["dtype"]))
-            val = None if like is None else empty_val(like, (), value.dtype)
-            name = constant["name"]
-            node = self.draft.add_constant(name, constant["place"], constant["target"], value, val)
-            self.names[""][node.name] = constant["target"]
-            self.state[constant["target"]] = value
-            self.removals.known(node)
-        else:
-            held = self.removals.node_or_none(graph, note["node"])
-            if held is None:
-                return 1
-            node = held
-        for wrap in reversed(note["wraps"]):
-            overload = next(op for op in _WRAPS if str(op) == wrap["op"])
-            val = node.meta.get("val")
-            node = self.removals.put(graph, wrap, node.next)(overload, (node,))
-            node.meta = {**_described(site.node), **node.meta}
-            if val is not None:
-                node.meta["val"] = val
-        return node
+    def _restored_one(self, entry: Entry, site: Site, graph: Graph) -> Node | int:
+        if "one" not in entry:
+            return 1
+        node = self.journal.put_operand(graph, entry["one"], _WRAPS, 1, _described(site.node))
+        if node is not None and "constant" in entry["one"]:
+            source = next(n for n in _sources(node) if n.op == "placeholder")
+            self.names[source] = entry["one"]["constant"]["target"]
+            self.state[self.names[source]] = torch.tensor(1)
+        return 1 if node is None else node
 
     def _place(self, site: Site, name: str) -> tuple[Node, Node] | None:
-        """The node that holds the counter, and the one to add before: in the site's graph, else around its call."""
+        """The node that holds the counter, and the one to add before: in the site's graph, else around its call, as
+        torch hands no counter into a graph that does not use it.
+        """
         path, node = site.path, site.node
         while True:
-            graph = self.graphs[path]
-            held = self.holders[path].get(name)
-            counter = None if held is None else self.removals.node_or_none(graph, held)
-            if counter is not None:
+            counter = self.holders[name].get(self.graphs[path])
+            if counter is not None and not counter._erased:
                 return counter, _first_for(node)
             if not path and not isinstance(self.draft.program, ExportedProgram):
-                return self._get(graph, name), _first_for(node)
+                return self._get(name), _first_for(node)
             if path not in self.callers:
                 return None
             path, node = self.callers[path][0]
 
-    def _get(self, graph: Graph, name: str) -> Node:
+    def _get(self, name: str) -> Node:
+        graph = self.graphs[""]
         with graph.inserting_before(next(iter(graph.nodes))):
             node = graph.get_attr(name)
-        self.holders[""][name], self.names[""][node.name] = node.name, name
-        self.removals.known(node)
+        self.holders[name][graph], self.names[node] = node, name
+        self.journal.name(node, node.name)
         return node
 
-    def stuck(self, site: Site) -> str:
+    def refuse_shared(self, site: Site) -> Reason:
+        """Why it cannot be told which counter a site adds to, empty when it can: statistics and module agree."""
+        named = (self.names.get(root_of(t), "") for t in (site.norm.running_mean, site.norm.running_var))
+        owners = {name.rpartition(".")[0] for name in named if name} | ({site.owner} if site.owner else set())
+        counters = {owner: self.state.get(f"{owner}.{COUNTER}" if owner else COUNTER) for owner in sorted(owners)}
+        known = {owner: counter for owner, counter in counters.items() if counter is not None}
+        if len({counter.data_ptr() for counter in known.values()}) < 2:
+            return Reason()
+        return Reason(f"its statistics are shared by {', '.join(known)}: whose counter it adds to is not known")
+
+    def refuse_nested(self, site: Site) -> Reason:
         """Why a nested site cannot train, empty when it can: its graph does not run just once for each call."""
         path = site.path
         while path:
@@ -241,32 +220,17 @@ class Counters:
             kinds = {node.op if node.op == "call_module" else getattr(node.target, "__name__", "") for _, node in calls}
             if len(calls) != 1 or not kinds <= {*ONCE, "call_module"}:
                 found = ", ".join(sorted(kinds)) or "nothing"
-                return f"its graph {path} is called by {found}, which may not run it once for each batch"
+                return Reason(f"its graph {path} is called by {found}, which may not run it once for each batch")
             path = calls[0][0]
-        return ""
+        return Reason()
 
 
-def _unwrapped(node: Node) -> Node:
-    while node.target in _WRAPS and node.all_input_nodes:
+def _sources(node: Node) -> Iterator[Node]:
+    """A node, and what it was made of, as far as one operand tells."""
+    yield node
+    while node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return node
-
-
-def _chain(counter: Node, written: list[Node], is_one: Any) -> list[Node]:
-    """Every add of one that updates a counter, in order: in place, or towards the value that is written to it. What
-    else adds one to it reads it, and is no update.
-    """
-    found, reached = [], [counter]
-    while reached:
-        held = reached.pop()
-        adds = [u for u in held.users if u.target is aten.add_.Tensor and u.args[0] is held and is_one(u.args[1])]
-        found += adds
-        reached += adds
-    for value in (*written, *(u.args[1] for u in counter.users if u.target is aten.copy_.default)):
-        while isinstance(value, Node) and value.target is aten.add.Tensor and is_one(value.args[1]):
-            found.append(value)
-            value = value.args[0]
-    return sorted(dict.fromkeys(found))
+        yield node
 
 
 def _first_for(node: Node) -> Node:

@@ -1,11 +1,10 @@
-"""Writing a site in the other mode: the same node, another flag or overload, its updates taken out or put back."""
+"""One site in the other mode: the same node, another flag or overload, its updates taken out or put back."""
 
 from __future__ import annotations
 
 import operator
-import re
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -13,9 +12,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...decomps.forms import BY_NAME, UPDATED, BatchNorm, Form, Mode, Statistics, in_eval, in_training
+from ...decomps.ops import Kind, kind_of
 from ..graph.draft import Draft
-from ..graph.journal import Removals, forget, note_of, write_note
-from ..graph.meta import carried, empty_val, set_val
+from ..graph.journal import Entry, Journal
+from ..graph.meta import carried, empty_val, set_val, val_of
+from ..graph.result import Reason
+from ..rewriting.notes import forget, note_of, write_note
 from ..rewriting.site import GradientSite, Site, find_gradients
 from ..rewriting.tracked import root_of
 from ..rewriting.updates import Inputs
@@ -25,255 +27,270 @@ from .counters import Counters
 aten = torch.ops.aten
 
 
-# What a tensor that is no state begins with.
-_MADE = re.compile(r"aten\.(new_)?(zeros|ones|full|empty)")
-
-
 class Switch:
-    """Switches the sites of one draft, each by itself: to eval the last ones first, to train the first ones first."""
+    """Switches the sites of one draft, each by itself: to eval the last ones first, to train the first ones first, so
+    that every place that was noted is there when it is looked for.
+    """
 
     def __init__(self, draft: Draft) -> None:
-        self.draft = draft
-        self.removals = Removals()
-        self.counters = Counters(draft, self.removals)
+        self.draft, self.journal = draft, Journal(draft)
+        self.counters = Counters(draft, self.journal)
         self.inputs = Inputs(draft.program) if draft.functional and isinstance(draft.program, ExportedProgram) else None
-        self.listed = {value: place for place, (_, value) in enumerate(draft.mutations())}
         self.gradients: dict[Node, list[GradientSite]] = defaultdict(list)
         for gradient in find_gradients(draft.graphs):
             made = forward_of(gradient.norm)
             if made is not None:
                 self.gradients[made].append(gradient)
-        self.adds: dict[Node, Node | str | None] = {}
 
-    def to_eval(self, sites: Iterable[Site], chosen: Container[Node] | None = None) -> list[tuple[Site, str]]:
-        """Switches every training site to eval, or those that are chosen; returns each with why it was declined, empty
-        where it was not. All sites of the draft are asked for: their counters are told apart by their order.
+    def to_eval(self, sites: Iterable[Site], chosen: Container[Node] | None = None) -> dict[Node, Reason]:
+        """Switches every training site to eval, or those that are chosen; returns why a site was declined, empty where
+        it was not. All sites of the draft are asked for: their counters are told apart by their order.
         """
         training = [s for s in sites if s.tracks and s.norm.training is True]
-        self.adds = self.counters.pair(training)
-        told = []
-        for site in reversed([s for s in training if chosen is None or s.node in chosen]):
-            reason = site.problem or self._untouchable(site) or self._unevaluable(site)
-            told.append((site, reason))
-            if not reason:
-                self._to_eval(site)
+        adds = self.counters.pair(training)
+        told = {site.node: Reason() for site in training if chosen is None or site.node in chosen}
+        for site in reversed(training):
+            if site.node in told:
+                add = adds.get(site.node)
+                unpaired = add if isinstance(add, Reason) else Reason()
+                reason = self._refuse_switch(site) or unpaired or self._refuse_eval(site)
+                told[site.node] = reason
+                if not reason:
+                    self._to_eval(site, add if isinstance(add, Node) else None)
         self.draft.drop_unchanged()
-        return told[::-1]
+        return told
 
-    def _untouchable(self, site: Site) -> str:
+    def _refuse_switch(self, site: Site) -> Reason:
         """Why a site cannot change its mode, in either direction, empty when it can."""
+        if site.problem:
+            return Reason(site.problem)
         gradients = self.gradients.get(site.node, ())
         for gradient in gradients:
-            norm = gradient.norm
-            if gradient.problem:
-                return f"its gradient {gradient.name} cannot be read: {gradient.problem}"
-            if gradient.form.mode is not Mode.FLAG or norm.running_mean is None or norm.running_var is None:
-                return f"its gradient {gradient.name} ({gradient.form.name}) knows batch statistics alone"
-        nodes = {gradient.node for gradient in gradients}
-        for role in ("save_mean", "save_invstd", "reserve", "impl_index"):
-            for holder in site.outputs.get(role, ()):
-                if other := next((u for u in _readers(holder) if u not in nodes), None):
-                    return (
-                        f"its {role} is read by {other.name} ({other.target}), and is another value in the other mode"
-                    )
-        if site.form.destinations:
-            places = [site.norm.out[r] for r in ("save_mean", "save_invstd") if r in site.norm.out]
-            if any(user > site.node for place in places for user in place.users):
-                return f"the out arguments of {site.form.name} that hold its saved statistics are read later"
-        return ""
+            if reason := _refuse_gradient(gradient):
+                return reason
+        reason = _refuse_readers(site, {gradient.node for gradient in gradients})
+        return reason or (_refuse_places(site) if site.form.destinations else Reason())
 
-    def _unevaluable(self, site: Site) -> str:
+    def _refuse_eval(self, site: Site) -> Reason:
         """Why a training site cannot be switched to eval and back, empty when it can."""
         try:
             in_eval(site.form)
         except LookupError as absent:
-            return str(absent)
-        if isinstance(reason := self.adds.get(site.node), str):
-            return reason
-        if _MADE.match(str(root_of(site.norm.running_mean).target)):
-            made = root_of(site.norm.running_mean).name
-            return f"its statistics start from {made} in each batch, as exportable writes momentum=None: export in eval"
+            return Reason(str(absent))
+        made = root_of(site.norm.running_mean)
+        if kind_of(made.target) is Kind.FILL:
+            text = f"its statistics start from {made.name} in each batch, as exportable writes momentum=None"
+            return Reason(text, "export in eval")
         if site.form.statistics is Statistics.OUTPUTS:
             gradients = {gradient.node for gradient in self.gradients.get(site.node, ())}
             for statistic in (site.norm.running_mean, site.norm.running_var):
                 later = (u for u in statistic.users if u > site.node and u.target is not aten.copy_.default)
                 if (reader := next((u for u in later if u not in gradients), None)) is not None:
-                    return (
-                        f"{reader.name} reads {statistic.name} as it was before the update: in eval there is no other"
-                    )
-        return ""
+                    found = f"{reader.name} reads {statistic.name} as it was before the update"
+                    return Reason(f"{found}: in eval there is no other")
+        return Reason()
 
-    def _to_eval(self, site: Site) -> None:
+    def _to_eval(self, site: Site, add: Node | None) -> None:
         node, norm, form = site.node, site.norm, site.form
-        note: dict[str, Any] = {"form": form.name}
+        note: Entry = {"form": form.name}
         if form.statistics is Statistics.OUTPUTS:
-            held = [(role, holder) for role in UPDATED for holder in sorted(site.outputs.get(role, ()))]
             statistics = dict(zip(UPDATED, (norm.running_mean, norm.running_var), strict=True))
-            note["updates"] = [self._take_update(r, h, statistics[r]) for r, h in reversed(held)][::-1]
-        note["counter"] = self.counters.remove(site, self.adds.get(node), self.listed)  # type: ignore[arg-type]
+            held = [(role, holder) for role in UPDATED for holder in sorted(site.outputs.get(role, ()))]
+            taken = [{"role": role, **self._take_update(holder, statistics[role])} for role, holder in reversed(held)]
+            if taken:
+                note["updates"] = taken[::-1]
+        if (entry := self.counters.remove(site, add)) is not None:
+            note["counter"] = entry
         self._retarget(site, in_eval(form), training=False)
-        write_note(node, train={key: value for key, value in note.items() if value}, frozen=None)
+        write_note(node, train=note, frozen=None)
 
-    def _take_update(self, role: str, holder: Node, statistic: Node) -> dict[str, Any]:
+    def _take_update(self, holder: Node, statistic: Node) -> Entry:
         """Takes out a new running statistic: whoever read it reads the statistic."""
         call: Any = holder.args[0]
-        note: dict[str, Any] = {"role": role, "listed": self.listed.get(holder)}
-        note["copies"] = self.removals.take_copies(holder, root_of(statistic))
-        holder.replace_all_uses_with(statistic)
-        behind = holder.prev.target is operator.getitem and holder.prev.args[0] is call
-        behind = behind or holder.prev is call
-        note |= self.removals.take(holder, holder.next if behind else None, like=call)
-        return {key: value for key, value in note.items() if value not in (None, [])}
+        behind = holder.prev is call or (holder.prev.target is operator.getitem and holder.prev.args[0] is call)
+        before = holder.next if behind else None
+        return self.journal.take_update(holder, statistic, root_of(statistic), before, like=call)
 
-    def to_train(self, site: Site) -> str:
+    def to_train(self, site: Site) -> Reason:
         """Switches an eval site to training; returns why that cannot be done, empty when it was."""
         note = note_of(site.node).get("train")
-        statistics = self._statistics(site, note)
         try:
-            target = in_training(site.form, statistics, (note or {}).get("form", ""))
+            target = in_training(site.form, self._statistics(note or {}), (note or {}).get("form", ""))
         except LookupError as absent:
-            return str(absent)
-        reason = site.problem or self._untouchable(site) or self._untrainable(site, target, note)
+            return Reason(str(absent))
+        reason = self._refuse_switch(site) or self._refuse_train(site, target, note)
         if reason:
             return reason
         attach(site)
-        note = note or {"counter": {}}
+        note = {"counter": {}} if note is None else note
         if "counter" in note:
             self.counters.restore(site, note["counter"])
         self._retarget(site, target, training=True)
         if target.statistics is Statistics.OUTPUTS:
             self._put_updates(site, target, note.get("updates"))
         forget(site.node, "train", "frozen")
-        return ""
+        return reason
 
-    def _statistics(self, site: Site, note: dict[str, Any] | None) -> Statistics:
+    def _statistics(self, note: Entry) -> Statistics:
         """How a site hands on its statistics in training: as it did, if it did, and the program still allows it."""
         if self.draft.functional:
             return Statistics.OUTPUTS
-        note = note or {}
-        copied = any(update.get("copies") for update in note.get("updates") or [])
+        copied = any(update.get("copies") for update in note.get("updates", ()))
         if isinstance(self.draft.program, ExportedProgram) and not copied:
             return Statistics.IN_PLACE  # what was listed as a mutation then, was so in the other dialect
         was = BY_NAME.get(note.get("form", ""))
         return Statistics.IN_PLACE if was is None else was.statistics
 
-    def _untrainable(self, site: Site, target: Form, note: dict[str, Any] | None) -> str:
+    def _refuse_train(self, site: Site, target: Form, note: Entry | None) -> Reason:
         """Why an eval site cannot train, empty when it can."""
-        if (
-            target.statistics is Statistics.IN_PLACE
-            and self.draft.functional
-            and (note or {}).get("form") != target.name
-        ):
-            return f"{target.name} writes its statistics, which a functional program may not: legalize it to core_aten"
+        writes = target.statistics is Statistics.IN_PLACE and self.draft.functional
+        if writes and (note or {}).get("form") != target.name:
+            text = f"{target.name} writes its statistics, which a functional program may not"
+            return Reason(text, "legalize it to core_aten")
         if note is None and site.norm.momentum == 0:
-            return "its momentum is 0, as torch writes momentum=None in eval: export in training, with tbn.exportable"
-        if note is None and (reason := self.counters.ambiguous(site)):
+            text = "its momentum is 0, as torch writes momentum=None in eval"
+            return Reason(text, "export in training, with tbn.exportable")
+        unknown = Reason() if note is not None else self.counters.refuse_shared(site)
+        if reason := unknown or _refuse_single(site):
             return reason
-        val = getattr(site.norm.input, "meta", {}).get("val")
-        if isinstance(val, torch.Tensor) and all(type(size) is int for size in val.shape):
-            single = val.numel() == val.shape[1] > 0
-            if single:
-                return f"its input {list(val.shape)} has one value a channel: batch statistics are not defined"
         if self.inputs is not None and target.statistics is Statistics.OUTPUTS:
-            return self.inputs.unlistable_update(site)
-        return self.counters.stuck(site)
+            found = self.inputs.unlistable_update(site)
+            if found:
+                return Reason(found)
+        return self.counters.refuse_nested(site)
 
-    def _put_updates(self, site: Site, target: Form, notes: list[dict[str, Any]] | None) -> None:
+    def _put_updates(self, site: Site, target: Form, entries: list[Entry] | None) -> None:
         """Reads the new running statistics from the call, and hands them on."""
         node = site.node
-        new: list[dict[str, Any]] = (
-            notes if notes is not None else [{"role": role, "name": "getitem"} for role in UPDATED]
-        )
-        for note in new:
+        fresh: list[Entry] = [{"role": role, "name": "getitem"} for role in UPDATED]
+        for entry in fresh if entries is None else entries:
             norm: BatchNorm = target.read(node.args, node.kwargs)
-            role = note["role"]
+            role = entry["role"]
             statistic = norm.running_mean if role == UPDATED[0] else norm.running_var
             behind = node.next
             while behind.target is operator.getitem and behind.args[0] is node:
                 behind = behind.next
             index = target.roles.index(role)
-            holder = self.removals.put(node.graph, note, behind)(operator.getitem, (node, index))
+            holder = self.journal.put(node.graph, entry, operator.getitem, (node, index), behind)
             vals = node.meta.get("val")
             holder.meta = {**carried(node, None), **holder.meta}
             set_val(holder, None if vals is None else vals[index], node)
             if not any(note_of(reader) for reader in node.users if reader is not holder):
                 write_note(holder, form=None, filled=None, train=None)
-            self.draft.place(root_of(statistic), note.get("listed"))
-            self.draft.mutate(statistic, node, holder)
+            self.journal.update(entry, holder, statistic, root_of(statistic), node)
             for gradient in self.gradients.get(node, ()):  # which goes by the statistics that its forward was given
                 set_field(gradient.node, gradient.form, role.removeprefix("new_"), statistic)
-            self.removals.put_copies(note.get("copies") or [], root_of(statistic), holder)
 
     def _retarget(self, site: Site, target: Form, training: bool) -> None:
         """Changes the mode of a call, and of its gradients, whatever their overload."""
-        node, form = site.node, site.form
-        if target is form:
-            set_field(node, form, "training", training)
+        if target is site.form:
+            set_field(site.node, target, "training", training)
         else:
-            _respell(node, form, target, training)
-            known = _known(site, form)
-            if known:
-                spelled = target.read(node.args, node.kwargs)
-                vals = tuple(output_val(self.draft, known, spelled, target, role) for role in target.roles)
-                set_val(node, vals, node)
-            for role, holders in site.outputs.items():
-                for holder in holders if role in target.roles and len(form.roles) > 1 else ():
-                    index = target.roles.index(role)
-                    if not holder._erased and holder.args[1] != index:
-                        holder.args = (node, index)
-                    if not holder._erased and role != "out" and "val" in holder.meta and known:
-                        set_val(holder, node.meta["val"][index], holder)
-        for gradient in self.gradients.get(node, ()):
+            _respell(site.node, site.form, target, training)
+            self._reread(site, target)
+        for gradient in self.gradients.get(site.node, ()):
             set_field(gradient.node, gradient.form, "training", training)
 
+    def _reread(self, site: Site, target: Form) -> None:
+        """Reads the outputs of a call that was respelled where they are now, with the values that they have now."""
+        node, known = site.node, _known(site)
+        if known:
+            spelled = target.read(node.args, node.kwargs)
+            vals = tuple(output_val(self.draft, known, spelled, target, role) for role in target.roles)
+            set_val(node, vals, node)
+        single = len(site.form.roles) == 1
+        held = [(r, h) for r in target.roles for h in site.outputs.get(r, ()) if not single and not h._erased]
+        for role, holder in held:
+            index = target.roles.index(role)
+            if holder.args[1] != index:
+                holder.args = (node, index)
+            if role != "out" and "val" in holder.meta and known:
+                set_val(holder, node.meta["val"][index], holder)
 
-def _known(site: Site, form: Form) -> dict[str, Any]:
+
+def _known(site: Site) -> dict[str, Any]:
     """The value of a site's output by role, empty when the graph keeps none."""
     val = site.node.meta.get("val")
     out = val[0] if isinstance(val, tuple | list) and val else val
     return {"out": out} if isinstance(out, torch.Tensor) else {}
 
 
+def _refuse_gradient(gradient: GradientSite) -> Reason:
+    """Why a gradient cannot follow its forward into the other mode, empty when it can."""
+    if gradient.problem:
+        return Reason(f"its gradient {gradient.name} cannot be read: {gradient.problem}")
+    norm = gradient.norm
+    if gradient.form.mode is not Mode.FLAG or norm.running_mean is None or norm.running_var is None:
+        return Reason(f"its gradient {gradient.name} ({gradient.form.name}) knows batch statistics alone")
+    return Reason()
+
+
+def _refuse_readers(site: Site, gradients: Collection[Node]) -> Reason:
+    """Why what reads a saved statistic stands against another mode, empty when nothing does but a gradient."""
+    for role in ("save_mean", "save_invstd", "reserve", "impl_index"):
+        for holder in site.outputs.get(role, ()):
+            if other := next((u for u in _readers(holder) if u not in gradients), None):
+                read = f"its {role} is read by {other.name} ({other.target})"
+                return Reason(f"{read}, and is another value in the other mode")
+    return Reason()
+
+
 def _readers(holder: Node) -> list[Node]:
     """Who reads a saved statistic, also through the aliases that autograd makes of it."""
     found = []
     for user in holder.users:
-        through = user.target in (aten.detach.default, aten.alias.default)
-        found += _readers(user) if through else [user]
+        found += _readers(user) if kind_of(user.target) is Kind.ALIAS else [user]
     return found
+
+
+def _refuse_places(site: Site) -> Reason:
+    """Why the out arguments of a call stand against another mode, empty when its saved statistics are read nowhere."""
+    places = [site.norm.out[role] for role in ("save_mean", "save_invstd") if role in site.norm.out]
+    if any(user > site.node for place in places for user in place.users):
+        return Reason(f"the out arguments of {site.form.name} that hold its saved statistics are read later")
+    return Reason()
+
+
+def _refuse_single(site: Site) -> Reason:
+    """Why an input has no batch statistics, empty when it has, or may have."""
+    val = val_of(site.norm.input)
+    if val is not None and all(type(size) is int for size in val.shape) and val.numel() == val.shape[1] > 0:
+        return Reason(f"its input {list(val.shape)} has one value a channel: batch statistics are not defined")
+    return Reason()
+
+
+def learning(site: Site) -> dict[str, Node]:
+    """The weight and bias of a site that gradients reach."""
+    tensors = {field: getattr(site.norm, field) for field in ("weight", "bias")}
+    return {f: t for f, t in tensors.items() if t is not None and t.target is not aten.detach.default}
 
 
 def detach(site: Site) -> bool:
     """Cuts the site's weight and bias off from their gradients; returns whether there was one to cut off."""
-    node, form = site.node, site.form
-    cut = False
-    for field in ("weight", "bias"):
-        tensor = getattr(site.norm, field)
-        if tensor is None or tensor.target is aten.detach.default:
-            continue
+    node, cut = site.node, learning(site)
+    for field, tensor in cut.items():
         with node.graph.inserting_before(node):
             held = node.graph.create_node("call_function", aten.detach.default, (tensor,), name="detach")
         held.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-        val = tensor.meta.get("val")
+        val = val_of(tensor)
         set_val(held, None if val is None else empty_val(val, val.shape, val.dtype), node)
-        set_field(node, form, field, held)
-        cut = True
+        set_field(node, site.form, field, held)
     if cut:
-        write_note(node, detached=True)
-    return cut
+        write_note(node, detached=[*cut])
+    return bool(cut)
 
 
 def attach(site: Site) -> None:
     """Undoes `detach`."""
-    if not note_of(site.node).get("detached"):
-        return
-    for field in ("weight", "bias"):
+    fields = note_of(site.node).get("detached", ())
+    for field in ("weight", "bias") if fields is True else fields:  # 0.1.0 did not say which
         held = site.form.given(site.node.args, site.node.kwargs).get(field)
         if isinstance(held, Node) and held.target is aten.detach.default:
             set_field(site.node, site.form, field, held.args[0])
             if not held.users:
                 held.graph.erase_node(held)
-    forget(site.node, "detached")
+    if fields:
+        forget(site.node, "detached")
 
 
 def set_field(node: Node, form: Form, field: str, value: Any) -> None:

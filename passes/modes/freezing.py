@@ -12,15 +12,14 @@ from torch.fx import Node
 
 from ...errors import InvalidChoice
 from ..graph.draft import Draft
-from ..graph.journal import forget, note_of, write_note
 from ..graph.nest import graphs_of, state_names
 from ..graph.options import NO_FLAG, Command, Keeps, flag
-from ..graph.result import Declined, Edit, Program, Result
+from ..graph.result import Log, Program, Reason, Result
+from ..rewriting.notes import forget, note_of, write_note
 from ..rewriting.site import Site, find_sites, read_site
 from ..rewriting.tracked import root_of
-from .dropouts import find_random
-from .flipping import Switch, attach, detach
-from .switching import is_training
+from ..rewriting.trains import find_random, is_frozen, is_training
+from .flipping import Switch, attach, detach, learning
 
 
 @dataclass(frozen=True)
@@ -44,36 +43,34 @@ class Freeze:
         else than a program.
         """
         names = chosen_sites(program, self.modules)
-        sites = [site for site in find_sites(graphs_of(program)) if site.name in names]
-        if not any(self._wanted(site) for site in sites):
+        if not any(self._wanted(site) for site in find_sites(graphs_of(program)) if site.name in names):
             return Result(program)
-        draft = Draft(program, self.inplace)
-        edits: list[Edit] = []
-        declined: list[Declined] = []
+        draft, log = Draft(program, self.inplace), Log()
         switch, sites = Switch(draft), list(find_sites(draft.graphs))
         chosen = [site for site in sites if site.name in names and self._wanted(site)]
-        refused = {s.node: why for s, why in switch.to_eval(sites, {s.node for s in chosen}) if why}
+        refused = {s.node: reason for s in chosen if (reason := self._refuse_affine(switch, s))}
+        refused |= switch.to_eval(sites, {site.node for site in chosen if site.node not in refused})
         for site in chosen:
-            reason = refused.get(site.node) or self._obstacle(switch, site)
-            if reason:
-                declined.append(Declined(site.name, site.module, site.form.name, reason))
+            if reason := refused.get(site.node, Reason()):
+                log.decline(site, reason)
                 continue
             write_note(site.node, frozen="asked")
             stopped = self.affine and detach(read_site(site.node, site.path))
             what = "frozen, weight and bias too" if stopped else "frozen"
-            edits.append(Edit(site.name, site.module, site.form.name, f"{site.node.target} ({what})"))
-        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+            log.edit(site, site.form.name, f"{site.node.target} ({what})")
+        return log.result(draft.build() if log.edits else program)
 
     def _wanted(self, site: Site) -> bool:
         note = note_of(site.node)
-        affine = [t for t in (site.norm.weight, site.norm.bias) if t is not None]
-        learns = self.affine and bool(affine) and not note.get("detached")
+        learns = self.affine and bool(learning(site))
         return note.get("frozen") != "asked" or site.norm.training is True or learns
 
-    def _obstacle(self, switch: Switch, site: Site) -> str:
+    def _refuse_affine(self, switch: Switch, site: Site) -> Reason:
+        """Why weight and bias cannot be cut off from their gradients, empty when they can, or need not."""
         if self.affine and switch.gradients.get(site.node):
-            return "the gradients of its weight and bias are in the graph, which hands them out"
-        return ""
+            text = "the gradients of its weight and bias are in the graph, which hands them out"
+            return Reason(text, "freeze it without affine")
+        return Reason()
 
 
 @dataclass(frozen=True)
@@ -96,27 +93,24 @@ class Unfreeze:
         Raises: InvalidChoice when a glob matches no batch norm with running statistics, InvalidProgram for anything
         else than a program.
         """
-        names, graphs = chosen_sites(program, self.modules), graphs_of(program)
+        names = chosen_sites(program, self.modules)
         trains = _trains(program, names)
-        wanted = {s.name for s in find_sites(graphs) if s.name in names and _is_frozen(s, trains)}
+        sites = (site for site in find_sites(graphs_of(program)) if site.name in names)
+        wanted = {s.name for s in sites if s.norm.training is False and is_frozen(s.node, trains)}
         if not wanted:
             return Result(program)
-        draft = Draft(program, self.inplace)
+        draft, log = Draft(program, self.inplace), Log()
         switch = Switch(draft)
-        edits: list[Edit] = []
-        declined: list[Declined] = []
         for site in find_sites(draft.graphs):
             if site.name not in wanted:
                 continue
-            reason = switch.to_train(site) if trains else ""
-            if reason:
-                declined.append(Declined(site.name, site.module, site.form.name, reason))
+            if reason := switch.to_train(site) if trains else "":
+                log.decline(site, reason)
                 continue
             attach(read_site(site.node, site.path))
             forget(site.node, "frozen")
-            mode = "train" if trains else "eval"
-            edits.append(Edit(site.name, site.module, f"{site.form.name} (frozen)", f"{site.node.target} ({mode})"))
-        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+            log.edit(site, f"{site.form.name} (frozen)", f"{site.node.target} ({'train' if trains else 'eval'})")
+        return log.result(draft.build() if log.edits else program)
 
 
 def freeze(program: Any, modules: str | Sequence[str] = "*", *, affine: bool = False, inplace: bool = False) -> Any:
@@ -177,12 +171,6 @@ def _unmatched(glob: str, paths: Iterable[set[str]]) -> str:
     listed = ", ".join(close) + (", ..." if len(known) > len(close) else "")
     expected = f"expected a glob of module paths such as {listed}" if known else "and the program has none"
     return f"found modules={glob!r}, which matches no batch norm with running statistics, {expected}"
-
-
-def _is_frozen(site: Site, trains: bool) -> bool:
-    """Whether a site in eval is so for good: it was asked for, or it is in eval inside a program that trains."""
-    note = note_of(site.node)
-    return site.norm.training is False and ("frozen" in note or (trains and "train" not in note))
 
 
 def _trains(program: Program, names: set[str]) -> bool:

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
 
 from ...decomps.forms import BatchNorm, Form
 from ...errors import InvalidBatchNorm, InvalidChoice
 from ..graph.draft import Draft, with_tensors
-from ..graph.journal import note_of
-from ..graph.nest import graphs_of, state_names
 from ..graph.options import NO_FLAG, Command, Keeps, flag
-from ..graph.result import Declined, Edit, Program, Result, top_module
+from ..graph.result import Log, Program, Result, top_module
 from ..rewriting.site import Site, find_sites
-from ..rewriting.tracked import root_of
-from .dropouts import find_random
-from .switching import is_training
+from ..rewriting.tracked import names_in, root_of
+from ..rewriting.trains import find_random, is_frozen, is_training
 
 aten = torch.ops.aten
 
 
 METHODS = ("pooled", "cumulative")
+
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 @dataclass
@@ -85,8 +81,9 @@ class Recalibrate:
 
     momentum: None for an estimate from the batches alone; a number moves what is there by each batch, as training does.
     method: "pooled" for the mean and the unbiased variance of all values, every value alike whatever its batch, or
-    "cumulative" for the averages of the batches' own, as `torch.optim.swa_utils.update_bn`. progress: show a bar on
-    standard error, when that is a terminal. inplace: write into the given program's buffers.
+    "cumulative" for the averages of the batches' own, as `torch.optim.swa_utils.update_bn`. progress: what shows how
+    many batches have run, given them and handing them on, such as `tqdm`. inplace: write into the given program's
+    buffers.
 
     Each batch runs as in training: batch norms use its statistics, so that a layer is measured behind layers that
     normalise. Dropout and all else stay in the program's own mode: switch it to eval for neither. Nothing but the
@@ -98,7 +95,7 @@ class Recalibrate:
 
     momentum: float | None = None
     method: str = field(default="pooled", metadata=flag(choices=METHODS))
-    progress: bool = field(default=True, metadata=NO_FLAG)
+    progress: Progress | bool | None = field(default=None, metadata=NO_FLAG)
     inplace: bool = field(default=False, metadata=NO_FLAG)
 
     def __call__(self, program: Program, batches: Iterable[Any]) -> Result:
@@ -113,34 +110,26 @@ class Recalibrate:
         self._check()
         top_module(program)
         if not isinstance(batches, Iterable) or isinstance(batches, str):
-            raise InvalidChoice(
-                f"found {type(batches).__name__} as batches, expected an iterable of them, such as a list"
-            )
+            found = type(batches).__name__
+            raise InvalidChoice(f"found {found} as batches, expected an iterable of them, such as a list")
         module: Any = program.module() if isinstance(program, ExportedProgram) else program
-        tallies, declined, measuring = self._measuring(module)
+        log = Log()
+        tallies, measuring = self._measuring(module, log)
         if not tallies:
-            return Result(program, (), tuple(declined))
+            return log.result(program)
         state = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
-        ran = 0
-        with torch.no_grad():
-            for ran, batch in enumerate(self._shown(batches), 1):
-                args, kwargs = arguments(program, batch, ran)
-                _run(measuring, state, args, kwargs, ran)
-        if not ran:
-            raise InvalidChoice("found no batch, expected at least one: is the iterable used up?")
-        tensors: dict[str, torch.Tensor] = {}
+        self._run(program, measuring, state, batches)
         for names in [names for names, tally in tallies.items() if not tally.count]:
-            reason = "no batch reached it"
-            declined += [Declined(s.name, s.module, s.form.name, reason) for s in tallies.pop(names).sites]
+            _decline(log, tallies.pop(names).sites, "no batch reached it")
+        tensors: dict[str, torch.Tensor] = {}
         for names, tally in tallies.items():
             tensors |= self._estimated(names, tally, state)
-        changed = any(not torch.equal(state[name].to(t.device), t) for name, t in tensors.items())
-        edits = [_edit(site, tally) for tally in tallies.values() for site in tally.sites]
-        return Result(
-            with_tensors(program, tensors, self.inplace) if changed else program,
-            tuple(edits) if changed else (),
-            tuple(declined),
-        )
+        if all(torch.equal(state[name].to(t.device), t) for name, t in tensors.items()):
+            return log.result(program)
+        for tally in tallies.values():
+            for site in tally.sites:
+                log.edit(site, site.form.name, f"statistics of {tally.count} values a channel")
+        return log.result(with_tensors(program, tensors, self.inplace))
 
     def _check(self) -> None:
         if self.method not in METHODS:
@@ -148,42 +137,44 @@ class Recalibrate:
         if self.momentum is not None and not 0 < self.momentum <= 1:
             raise InvalidChoice(f"found momentum {self.momentum}, expected None, or more than 0 and at most 1")
 
-    def _measuring(self, module: Any) -> tuple[dict[tuple[str, str], Tally], list[Declined], GraphModule]:
+    def _measuring(self, module: Any, log: Log) -> tuple[dict[tuple[str, str], Tally], Program]:
         """What to count by the names of mean and variance, and a copy of the module that counts."""
-        names, buffers = _names(module), {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        draft = Draft(module)
-        sites = list(find_sites(draft.graphs))
+        draft, buffers = Draft(module), {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        names, sites = names_in(draft), list(find_sites(draft.graphs))
         trains = is_training(sites, find_random(draft.graphs))
-        tallies: dict[tuple[str, str], Tally] = {}
-        declined = []
+        tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
         for site in sites:  # all of them before the first one changes: a second call's statistics are the first one's
-            norm, note = site.norm, note_of(site.node)
-            if norm.running_mean is None:
+            norm = site.norm
+            if not site.tracks or (norm.training is False and is_frozen(site.node, trains)):
                 continue
-            if "frozen" in note or (trains and norm.training is False and "train" not in note):
-                continue
-            key = tuple(names.get((site.path, root_of(t).name), "") for t in (norm.running_mean, norm.running_var))
-            reason = site.problem or ("" if buffers >= set(key) else "its running statistics are not buffers")
-            if reason:
-                declined.append(Declined(site.name, site.module, site.form.name, reason))
-                continue
-            tally = tallies.setdefault((key[0], key[1]), Tally())
-            tally.sites.append(site)
+            mean, var = (names.get(root_of(t), "") for t in (norm.running_mean, norm.running_var))
+            if reason := site.problem or ("" if {mean, var} <= buffers else "its running statistics are not buffers"):
+                log.decline(site, reason)
+            else:
+                tallies[mean, var].sites.append(site)
         shared = Counter(name for key in tallies for name in key)
         for key in [key for key in tallies if any(shared[name] > 1 for name in key)]:
             reason = f"it shares one of {', '.join(key)} with a batch norm that does not share the other"
-            declined += [Declined(s.name, s.module, s.form.name, reason) for s in tallies.pop(key).sites]
+            _decline(log, tallies.pop(key).sites, reason)
         for tally in tallies.values():
             for site in tally.sites:
                 site.node.target = _recorder(site.form, tally, self.momentum)
-        return tallies, declined, draft.build()  # type: ignore[return-value]
+        return tallies, draft.build()
 
-    def _shown(self, batches: Iterable[Any]) -> Iterator[Any]:
-        console = Console(stderr=True)
-        quiet = not self.progress or not console.is_terminal
-        total = len(batches) if isinstance(batches, Sized) else None
-        shown = track(batches, "Recalibrating", total=total, console=console, disable=quiet, transient=True)
-        yield from shown
+    def _run(self, program: Program, measuring: Any, state: dict[str, torch.Tensor], batches: Iterable[Any]) -> None:
+        """Runs the batches on state of their own, so that nothing the program writes is seen outside."""
+        number = 0
+        with torch.no_grad():
+            for number, batch in enumerate(self.progress(batches) if callable(self.progress) else batches, 1):
+                args, kwargs = arguments(program, batch, number)
+                try:
+                    torch.func.functional_call(measuring, state, args, kwargs, tie_weights=False)
+                except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as error:
+                    said = " ".join(str(error).split())[:300] or type(error).__name__
+                    found = f"batch {number}: found one that the program does not take ({said})"
+                    raise InvalidChoice(found) from error
+        if not number:
+            raise InvalidChoice("found no batch, expected at least one: is the iterable used up?")
 
     def _estimated(
         self, names: tuple[str, str], tally: Tally, state: dict[str, torch.Tensor]
@@ -204,10 +195,12 @@ def recalibrate(
     momentum: float | None = None,
     *,
     method: str = "pooled",
-    progress: bool = True,
+    progress: Progress | bool | None = None,
     inplace: bool = False,
 ) -> Any:
     """Returns the program with running statistics estimated over the batches; arguments as `Recalibrate`.
+
+    progress: True and False, as 0.1.0 took them, show nothing.
 
     Raises: InvalidChoice, InvalidBatchNorm, InvalidProgram, as `Recalibrate` does; the program then is as it was.
 
@@ -219,14 +212,9 @@ def recalibrate(
     return Recalibrate(momentum, method, progress, inplace)(program, batches).program
 
 
-def _names(module: GraphModule) -> dict[tuple[str, str], str]:
-    """What each node that brings in state is called outside, by path and node name."""
-    paths = {id(graph): path for path, graph in graphs_of(module)}
-    return {(paths[id(node.graph)], node.name): name for node, name in state_names(module).items()}
-
-
-def _edit(site: Site, tally: Tally) -> Edit:
-    return Edit(site.name, site.module, site.form.name, f"statistics of {tally.count} values a channel")
+def _decline(log: Log, sites: Iterable[Site], reason: str) -> None:
+    for site in sites:
+        log.decline(site, reason)
 
 
 def _recorder(form: Form, tally: Tally, momentum: float | None) -> Callable[..., Any]:
@@ -248,17 +236,6 @@ def _recorder(form: Form, tally: Tally, momentum: float | None) -> Callable[...,
         return out if len(form.roles) == 1 else tuple(made[role] for role in form.roles)
 
     return record
-
-
-def _run(
-    module: Any, state: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
-) -> None:
-    """Runs one batch on state of its own, so that nothing the program writes is seen outside."""
-    try:
-        torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-    except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as error:
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise InvalidChoice(f"batch {number}: found one that the program does not take ({said})") from error
 
 
 def arguments(program: Program, batch: Any, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

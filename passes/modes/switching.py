@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar
@@ -12,12 +12,13 @@ from torch.fx import Graph, Node
 from ...decomps.forms import in_eval
 from ...errors import InvalidChoice
 from ..graph.draft import Draft
-from ..graph.journal import forget, note_of, write_note
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps, flag
-from ..graph.result import Declined, Edit, Program, Result
+from ..graph.result import Log, Program, Result
+from ..rewriting.notes import forget, note_of, write_note
 from ..rewriting.site import Site, find_nodes, find_sites
-from .dropouts import Random, find_random, start, stop
+from ..rewriting.trains import Random, find_random, is_frozen, is_training
+from .dropouts import start, stop
 from .flipping import Switch
 
 MODES = ("eval", "train")
@@ -52,18 +53,14 @@ class SwitchMode:
         """
         if self.to not in MODES:
             raise InvalidChoice(f"found mode {self.to!r}, expected one of {', '.join(MODES)}")
-        graphs = graphs_of(program)
+        graphs, log = graphs_of(program), Log()
         if not self._wanted(graphs):
-            return Result(program, (), tuple(_unreadable(find_sites(graphs), self._random(graphs))))
+            _decline_unreadable(log, find_sites(graphs), self._random(graphs))
+            return log.result(program)
         draft = Draft(program, self.inplace)
-        edits: list[Edit] = []
-        declined: list[Declined] = []
-        if self.to == "eval":
-            self._stop(draft, edits, declined)
-        else:
-            self._start(draft, edits, declined)
+        (self._stop if self.to == "eval" else self._start)(draft, log)
         lint = self.to == "train"  # to eval, nodes only go, and their readers read what they were made of
-        return Result(draft.build(lint) if edits else program, tuple(edits), tuple(declined))
+        return log.result(draft.build(lint) if log.edits else program)
 
     def _wanted(self, graphs: Graphs) -> bool:
         """Whether anything is in the other mode: the first one found is enough."""
@@ -77,53 +74,48 @@ class SwitchMode:
     def _random(self, graphs: Graphs) -> list[Random]:
         return list(find_random(graphs)) if self.dropout else []
 
-    def _stop(self, draft: Draft, edits: list[Edit], declined: list[Declined]) -> None:
+    def _stop(self, draft: Draft, log: Log) -> None:
         sites, random = list(find_sites(draft.graphs)), self._random(draft.graphs)
-        declined += _unreadable(sites, random)
+        _decline_unreadable(log, sites, random)
+        refused = Switch(draft).to_eval(filter(_trains, sites))
+        for site in filter(_trains, sites):
+            if reason := refused[site.node]:
+                log.decline(site, reason)
+            else:
+                log.edit(site, f"{site.form.name} (train)", f"{in_eval(site.form).name} (eval)")
+        for drawing in (r for r in random if r.training):
+            stop(drawing)
+            log.edit(drawing, f"{drawing.spelling} (train)", f"{drawing.spelling} (eval)")
         quiet = [site.node for site in sites if _evaluates(site)] + [r.node for r in random if r.training is False]
-        for node in quiet:
+        for node in quiet if log.edits else ():  # what was in eval while the program trained
             if "train" not in (note := note_of(node)) and "frozen" not in note:
                 write_note(node, frozen="exported")
-        for site, reason in Switch(draft).to_eval(filter(_trains, sites)):
-            if reason:
-                declined.append(_declined(site, reason))
-            else:
-                edits.append(
-                    Edit(site.name, site.module, f"{site.form.name} (train)", f"{in_eval(site.form).name} (eval)")
-                )
-        for drawing in random:
-            if drawing.training:
-                stop(drawing)
-                edits.append(Edit(drawing.name, drawing.module, *_modes(drawing, "train", "eval")))
 
-    def _start(self, draft: Draft, edits: list[Edit], declined: list[Declined]) -> None:
+    def _start(self, draft: Draft, log: Log) -> None:
         random, switch = self._random(draft.graphs), Switch(draft)
-        declined += _unreadable((), random)
+        _decline_unreadable(log, (), random)
         trains = is_training(find_sites(draft.graphs), random)
         for site in find_sites(draft.graphs):
-            declined += _unreadable((site,), ())
+            _decline_unreadable(log, (site,), ())
             if not _evaluates(site) or not self._starts(site.node, trains):
                 continue
-            before = f"{site.form.name} (eval)"
             if reason := switch.to_train(site):
-                declined.append(_declined(site, reason))
+                log.decline(site, reason)
             else:
-                edits.append(Edit(site.name, site.module, before, f"{site.node.target} (train)"))
+                log.edit(site, f"{site.form.name} (eval)", f"{site.node.target} (train)")
         for quiet in random:
             if quiet.training is not False or not self._starts(quiet.node, trains):
                 continue
-            if reason := start(quiet, quiet.node.graph):
-                declined.append(Declined(quiet.name, quiet.module, str(quiet.node.target), reason))
+            if reason := start(quiet):
+                log.decline(quiet, reason)
             else:
-                edits.append(Edit(quiet.name, quiet.module, *_modes(quiet, "eval", "train")))
-        if edits:  # what is in eval now is so inside a program that trains, which says it all
-            _forget(draft)
+                log.edit(quiet, f"{quiet.spelling} (eval)", f"{quiet.spelling} (train)")
+        if log.edits:  # what is in eval now is so inside a program that trains, which says it all
+            _forget_exported(draft)
 
     def _starts(self, node: Node, trains: bool) -> bool:
-        """Whether a node in eval is to train: not when it is frozen, said so or by being alone."""
-        note = note_of(node)
-        frozen = "frozen" in note or (trains and "train" not in note)
-        return self.include_frozen or not frozen
+        """Whether a node in eval is to train."""
+        return self.include_frozen or not is_frozen(node, trains)
 
 
 def switch_mode(
@@ -144,11 +136,6 @@ def switch_mode(
     return SwitchMode(to, dropout, include_frozen, inplace)(program).program
 
 
-def is_training(sites: Iterable[Site], random: Iterable[Random]) -> bool:
-    """Whether a program trains: a batch norm with running statistics does, or something draws random numbers."""
-    return any(map(_trains, sites)) or any(r.training for r in random)
-
-
 def _trains(site: Site) -> bool:
     return site.tracks and site.norm.training is True
 
@@ -157,25 +144,17 @@ def _evaluates(site: Site) -> bool:
     return site.tracks and site.norm.training is False
 
 
-def _unreadable(sites: Iterable[Site], random: Iterable[Random]) -> Iterator[Declined]:
-    """What has no mode that could be told."""
+def _decline_unreadable(log: Log, sites: Iterable[Site], random: Iterable[Random]) -> None:
+    """Declines what has no mode that could be told."""
     for site in sites:
         if site.problem and not _trains(site) and not _evaluates(site):
-            yield _declined(site, site.problem)
+            log.decline(site, site.problem)
     for draws in random:
         if draws.problem:
-            yield Declined(draws.name, draws.module, str(draws.node.target), draws.problem)
+            log.decline(draws, draws.problem)
 
 
-def _declined(site: Site, reason: str) -> Declined:
-    return Declined(site.name, site.module, site.form.name, reason)
-
-
-def _modes(random: Random, before: str, after: str) -> tuple[str, str]:
-    return f"{random.node.target} ({before})", f"{random.node.target} ({after})"
-
-
-def _forget(draft: Draft) -> None:
+def _forget_exported(draft: Draft) -> None:
     """Drops the marks of what was found frozen; those that were asked for stay."""
     nodes = (*find_nodes(draft.graphs), *(random.node for random in find_random(draft.graphs)))
     for node in nodes:

@@ -12,10 +12,10 @@ from torch.fx import Node
 from ...decomps import formula
 from ...decomps.forms import GRADS, UPDATED, BatchNorm, Gradient
 from ..graph.draft import Draft
-from ..graph.journal import ORIGIN
 from ..graph.meta import val_of
 from ..graph.result import Reason
 from ..graph.tracing import trace
+from .notes import with_note
 from .site import Call, GradientSite
 
 aten = torch.ops.aten
@@ -101,5 +101,5 @@ def metadata_for(node: Node) -> dict[str, Any]:
     """The metadata of a site for the nodes that stand for it, which have values of their own."""
     kept = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
     if "custom" in kept:
-        kept["custom"] = {key: value for key, value in kept["custom"].items() if key != ORIGIN}
+        kept["custom"] = with_note(kept["custom"], {})
     return kept

@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, Statistics, form_of
 from ...decomps.ops import filled_with
 from ...decomps.outputs import NEUTRAL
-from ..graph.journal import note_of
 from ..graph.meta import val_of
+from .notes import note_of
 
 Graphs = Iterable[tuple[str, Graph]]
 

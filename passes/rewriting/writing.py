@@ -15,9 +15,9 @@ from ...decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, 
 from ...decomps.ops import Kind, kind_of
 from ...decomps.outputs import fill, like_of, returned
 from ..graph.draft import Draft
-from ..graph.journal import note_of, write_note
 from ..graph.meta import carried, empty_val, val_of
 from ..graph.result import Log
+from .notes import note_of, write_note
 from .site import Call, GradientSite, Site
 
 S = TypeVar("S", bound=Call)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, replace
+from functools import partial
 from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 
 from torch_batchnorm.errors import BatchNormError
 from torch_batchnorm.files import check_output, load, load_batches, save
@@ -174,7 +176,10 @@ def _recalibrate(
     with _step(f"Loading {data}"):
         check_output(data, output)
         batches = load_batches(data, batch_size)
-    _rewrite(source, output, report, strict, "", lambda program: Recalibrate(**options)(program, batches))
+    quiet = not _progress.is_terminal
+    shown = partial(track, description="Recalibrating", console=_progress, transient=True, disable=quiet)
+    run = Recalibrate(**options, progress=shown)
+    _rewrite(source, output, report, strict, "", lambda program: run(program, batches))
 
 
 @app.command("verify", epilog="Example: torch-batchnorm verify model.pt2")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_batchnorm as tbn
 from programs import export, fingerprint, nodes, same, saved_and_loaded, step
@@ -143,3 +144,54 @@ def test_a_frozen_program_is_consolidated_and_stays_frozen():
 def test_what_is_no_glob_is_one_clear_error(modules):
     with pytest.raises(tbn.InvalidChoice, match="expected a glob of module paths, or several"):
         tbn.freeze(export(nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)), modules)
+
+
+def test_without_weights_there_is_nothing_to_cut_off():
+    program = export(nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm2d(3)), X)
+    result = Freeze(affine=True)(program)
+    assert [edit.after for edit in result.edits] == [
+        "aten.batch_norm.default (frozen)",
+        "aten.batch_norm.default (frozen, weight and bias too)",
+    ]
+    notes = [n.meta["custom"]["torch_batchnorm"] for n in result.program.graph.nodes if n.meta.get("custom")]
+    assert ["detached" in note for note in notes] == [False, True]
+    assert Freeze(affine=True)(result.program).modified is False
+    assert nodes(tbn.unfreeze(result.program)) == nodes(program)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_weights_whose_gradients_are_handed_out_are_declined_and_left_as_they_were(inplace):
+    def run(x, w, b, mean, var):
+        out = nn.functional.batch_norm(x, mean, var, w, b, True)
+        return out, torch.autograd.grad(out.sin().sum(), [x, w, b])
+
+    tensors = [t.requires_grad_() for t in (torch.randn(4, 3), torch.rand(3), torch.rand(3))]
+    joint = make_fx(run)(*tensors, torch.rand(3), torch.rand(3))
+    before = nodes(joint)
+    result = Freeze(affine=True, inplace=inplace)(joint)
+    assert (result.modified, nodes(joint), nodes(result.program)) == (False, before, before)
+    assert [(d.reason, d.remedy) for d in result.declined] == [
+        (
+            "the gradients of its weight and bias are in the graph, which hands them out",
+            "freeze it without affine",
+        )
+    ]
+    assert len(Freeze()(joint).edits) == 1
+
+
+class Cut(nn.BatchNorm2d):
+    """Its own weight does not learn."""
+
+    def forward(self, x):
+        bias = self.bias.detach() if self.affine == "none" else self.bias
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight.detach(), bias, True)
+
+
+@pytest.mark.parametrize("affine", [True, "none"], ids=("bias learns", "none learns"))
+def test_what_does_not_learn_by_itself_does_not_learn_again_when_it_thaws(affine):
+    net = Cut(3)
+    net.affine = affine
+    program = export(net, X)
+    result = Freeze(affine=True)(program)
+    assert Freeze(affine=True)(result.program).modified is False
+    assert nodes(tbn.unfreeze(result.program)) == nodes(program)

@@ -373,7 +373,9 @@ def test_the_dropout_of_a_recurrent_net_follows(kind):
 
 def test_the_probability_of_an_attention_exported_in_eval_is_not_known():
     result = SwitchMode("train")(export(Function(_attention).eval(), X))
-    assert [d.reason for d in result.declined] == ["with which probability it drops in training is not in the program"]
+    assert [(d.reason, d.remedy) for d in result.declined] == [
+        ("with which probability it drops in training is not in the program", "export the program in training")
+    ]
 
 
 # Every form, hand-built.
@@ -417,9 +419,11 @@ def test_a_hidden_write_of_a_functional_program():
     evaluates = tbn.switch_mode(program, "eval")
     assert nodes(tbn.switch_mode(evaluates, "train")) == nodes(program)
     fresh = claim_aten(export(Op(lambda *t: aten.native_batch_norm(*t, False, 0.1, 1e-5)[0]), torch.randn(4, 3)))
-    assert [d.reason for d in SwitchMode("train")(fresh).declined] == [
-        "aten.native_batch_norm.default writes its statistics, which a functional program may not: "
-        "legalize it to core_aten"
+    assert [(d.reason, d.remedy) for d in SwitchMode("train")(fresh).declined] == [
+        (
+            "aten.native_batch_norm.default writes its statistics, which a functional program may not",
+            "legalize it to core_aten",
+        )
     ]
 
 
@@ -663,8 +667,8 @@ def test_a_program_whose_dialect_changed_in_eval_trains(moved):
 def test_momentum_none_in_eval_does_not_say_how_it_trains():
     result = SwitchMode("train")(export(nn.BatchNorm2d(3, momentum=None).eval(), X))
     assert not result.modified
-    assert [d.reason for d in result.declined] == [
-        "its momentum is 0, as torch writes momentum=None in eval: export in training, with tbn.exportable"
+    assert [(d.reason, d.remedy) for d in result.declined] == [
+        ("its momentum is 0, as torch writes momentum=None in eval", "export in training, with tbn.exportable")
     ]
 
 
@@ -691,3 +695,101 @@ def test_the_metadata_of_a_counter_s_add_comes_back():
     add.meta["custom"] = {"mine": 1}
     (back,) = tbn.switch_mode(_in_eval(program), "train").graph.find_nodes(op="call_function", target=aten.add_.Tensor)
     assert back.meta["custom"] == {"mine": 1}
+
+
+def _hand_built(target, args, kwargs=None):
+    """A module of one call on TENSORS, whose placeholders stand for `args` by name."""
+    graph = Graph()
+    named = {name: graph.placeholder(name) for name in TENSORS}
+    call = graph.call_function(
+        target, tuple(named.get(a, a) for a in args), {k: named.get(v, v) for k, v in (kwargs or {}).items()}
+    )
+    return graph, call
+
+
+def test_two_reads_of_one_new_statistic_come_back_as_they_stood():
+    """Users are listed as they were made, which here is not as they run: the first to run is the one that is read."""
+    graph, call = _hand_built(aten._native_batch_norm_legit_functional.default, (*TENSORS, True, 0.1, 1e-5))
+    out, unread = (graph.call_function(operator.getitem, (call, index)) for index in (0, 3))
+    with graph.inserting_before(unread):
+        read = graph.call_function(operator.getitem, (call, 3))
+    graph.output((out, read))
+    module = GraphModule({}, graph)
+    before = nodes(module)
+    tbn.switch_mode(module, "eval", inplace=True)  # a copy's users are listed as they run
+    assert [n.name for n in module.graph.output_node().args[0]] == ["getitem", "running_mean"]
+    assert nodes(tbn.switch_mode(module, "train", inplace=True)) == before
+
+
+@pytest.mark.parametrize("count", [5, 6, 8])
+def test_arguments_stay_by_position_or_by_keyword_as_they_were_given(count):
+    """The mode is the sixth: the first one by keyword, the last one by position, or one of many."""
+    names = ("training", "momentum", "eps", "cudnn_enabled")
+    values = (*TENSORS, True, 0.1, 1e-5, False)
+    graph, call = _hand_built(
+        aten.batch_norm.default, values[:count], dict(zip(names[count - 5 :], values[count:], strict=True))
+    )
+    graph.output(call)
+    module = GraphModule({}, graph)
+    evaluates = switched(module, "eval").program
+    (norm,) = evaluates.graph.find_nodes(op="call_function", target=aten.batch_norm.default)
+    assert (len(norm.args), [*norm.kwargs]) == (count, [*names[count - 5 :]])
+    assert [*norm.args[5:], *norm.kwargs.values()] == [False, 0.1, 1e-5, False]
+    assert nodes(switched(evaluates, "train").program) == nodes(module)
+
+
+# A program that trains: one rule for every pass.
+
+
+def _beside_dropout(training):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Dropout())
+    net[1].eval()
+    net[2].train(training)
+    return export(net, X)
+
+
+def test_a_batch_norm_in_eval_beside_a_dropout_that_trains_is_frozen_for_every_pass():
+    program = _beside_dropout(True)
+    assert SwitchMode("train")(program).modified is False
+    assert tbn.Recalibrate()(program, [X]).modified is False
+    assert [e.after for e in tbn.Unfreeze()(program).edits] == ["aten.batch_norm.default (train)"]
+    (declined,) = tbn.Fold()(program).declined
+    assert declined.reason.startswith("it is frozen in a program that trains")
+    assert len(tbn.Fold(force=True)(program).edits) == 1
+    evaluates = tbn.switch_mode(program, "eval")
+    assert (len(tbn.Fold()(evaluates).edits), len(tbn.Recalibrate()(evaluates, [X]).edits)) == (1, 0)
+
+
+def test_beside_a_dropout_in_eval_it_is_not():
+    program = _beside_dropout(False)
+    assert len(SwitchMode("train")(program).edits) == 2
+    assert len(tbn.Recalibrate()(program, [X]).edits) == 1
+    assert len(tbn.Fold()(program).edits) == 1
+
+
+def test_beside_a_batch_norm_whose_mode_is_no_literal_it_is_frozen():
+    graph = Graph()
+    tensors = [graph.placeholder(name) for name in (*TENSORS, "training")]
+    first = graph.call_function(aten.batch_norm.default, (*tensors, 0.1, 1e-5, False))
+    second = graph.call_function(aten.batch_norm.default, (first, *tensors[1:5], False, 0.1, 1e-5, False))
+    graph.output(second)
+    result = SwitchMode("train")(GraphModule({}, graph))
+    assert (result.modified, [d.site for d in result.declined]) == (False, ["batch_norm_default"])
+    assert len(SwitchMode("train", include_frozen=True)(GraphModule({}, graph)).edits) == 1
+
+
+# What is declined is left as it was, in place too.
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_program_of_which_all_is_declined_is_not_marked(inplace):
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    net[0].eval()
+    program = export(net, X)
+    (add,) = program.graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+    with program.graph.inserting_before(add):
+        program.graph.call_function(aten.add_.Tensor, add.args)
+    before = fingerprint(program)
+    result = SwitchMode("eval", inplace=inplace)(program)
+    assert (result.modified, len(result.declined), fingerprint(program)) == (False, 1, before)

@@ -290,3 +290,26 @@ def test_a_branch_that_no_batch_reached_is_declined_and_the_other_is_measured():
 def test_what_are_no_batches_is_one_clear_error(batches):
     with pytest.raises(tbn.InvalidChoice, match="found"):
         tbn.recalibrate(export(nn.BatchNorm2d(3), DATA[0]), batches)
+
+
+@pytest.mark.parametrize("verb", [tbn.recalibrate, lambda p, b, progress: Recalibrate(progress=progress)(p, b).program])
+def test_progress_is_told_of_every_batch(verb):
+    told = []
+
+    def shown(batches):
+        for number, batch in enumerate(batches, 1):
+            yield batch
+            told.append(number)
+
+    program = export(made(), DATA[0])
+    found = verb(program, DATA[:3], progress=shown)
+    assert (told, same(dict(found.state_dict), dict(verb(program, DATA[:3], progress=None).state_dict))) == (
+        [1, 2, 3],
+        True,
+    )
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_booleans_of_0_1_0_are_taken_and_show_nothing(progress, capsys):
+    tbn.recalibrate(export(made(), DATA[0]), DATA[:2], progress=progress)
+    assert capsys.readouterr() == ("", "")

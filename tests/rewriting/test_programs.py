@@ -372,7 +372,8 @@ def test_what_was_filled_in_is_remembered_through_saving_and_retracing():
         (entry,) = tbn.inspect(kept).entries
         assert (entry.affine, entry.stats) == ("none", "batch")
         (node,) = (n for n in kept.graph.nodes if "batch_norm" in str(n.target))
-        assert node.meta["custom"]["torch_batchnorm"] == {"form": "aten.batch_norm.default", "filled": filled}
+        noted = {"format": 1, "form": "aten.batch_norm.default", "filled": filled}
+        assert node.meta["custom"]["torch_batchnorm"] == noted
 
 
 def test_a_note_of_what_was_filled_in_is_not_taken_for_a_weight_that_is_there():
