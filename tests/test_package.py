@@ -159,13 +159,26 @@ def test_sdist_holds_the_sources_and_the_wheel_was_built_from_it(dist):
     assert {"pyproject.toml", "LICENSE", "README.md", "src/torch_batchnorm/decomps/forms.py"} <= names
 
 
-def test_the_readme_snippets_run(tmp_path, monkeypatch):
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_snippets_of_every_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert snippets
     scope = {}
-    for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), scope)
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(snippet, page.name, "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_every_page_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_the_readme_is_a_screen_and_a_half():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert "```python" in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_and_the_makefile_name_the_same_commands():
