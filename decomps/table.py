@@ -12,8 +12,9 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .counterparts import nearest
 from .family import written
-from .forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics, nearest
+from .forms import FORMS, GRADIENTS, BatchNorm, Dialect, Form, Statistics
 from .outputs import fill
 
 aten = torch.ops.aten

@@ -21,7 +21,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...decomps.forms import BY_TARGET, UPDATED, BatchNorm, Dialect, Statistics, form_of, nearest
+from ...decomps.counterparts import nearest
+from ...decomps.forms import BY_TARGET, UPDATED, BatchNorm, Dialect, Statistics, form_of
 from ...decomps.outputs import NEUTRAL, fill
 from ..graph.result import Reason
 from ..rewriting.site import Site, read_site

@@ -11,7 +11,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from ...decomps.forms import BY_NAME, UPDATED, BatchNorm, Form, Mode, Statistics, in_eval, in_training
+from ...decomps.counterparts import in_eval, in_training
+from ...decomps.forms import BY_NAME, UPDATED, BatchNorm, Form, Mode, Statistics
 from ...decomps.ops import Kind, kind_of
 from ..graph.draft import Draft
 from ..graph.journal import Entry, Journal

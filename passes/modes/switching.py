@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
 
-from ...decomps.forms import in_eval
+from ...decomps.counterparts import in_eval
 from ...errors import InvalidChoice
 from ..graph.draft import Draft
 from ..graph.nest import graphs_of

@@ -10,18 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from ...decomps.forms import (
-    GRADIENT_BY_TARGET,
-    GRADS,
-    UPDATED,
-    BatchNorm,
-    Dialect,
-    Form,
-    Gradient,
-    Statistics,
-    nearest,
-    row_in,
-)
+from ...decomps.counterparts import nearest, row_in
+from ...decomps.forms import GRADIENT_BY_TARGET, GRADS, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
 from ...decomps.outputs import returned
 from ..graph.draft import Draft
 from ..graph.effects import Effects, cast_of, transparent

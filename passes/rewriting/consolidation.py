@@ -10,7 +10,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from ...decomps.forms import GRADIENT_BY_TARGET, Dialect, Form, Gradient, row_in
+from ...decomps.counterparts import row_in
+from ...decomps.forms import GRADIENT_BY_TARGET, Dialect, Form, Gradient
 from ..graph.draft import Draft
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps

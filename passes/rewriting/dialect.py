@@ -10,7 +10,8 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...decomps.forms import BY_TARGET, UPDATED, Dialect, Statistics, nearest
+from ...decomps.counterparts import nearest
+from ...decomps.forms import BY_TARGET, UPDATED, Dialect, Statistics
 from ..graph.draft import Draft
 from ..graph.effects import may_alias
 from ..graph.result import Log, Reason

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...decomps.backends.rules import VENDORS, Vendor
-from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect, Form, row_in
+from ...decomps.counterparts import row_in
+from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect, Form
 from .site import Site
 
 aten = torch.ops.aten

@@ -301,9 +301,22 @@ def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor 
     return None if val is None else empty_val(val, val.shape if shape is None else shape, val.dtype)
 
 
-def _copied(field: str) -> Callable[[Node, BatchNorm], None]:
+def _cast(holder: Node, norm: BatchNorm, statistic: Node) -> Node:
+    """A running statistic in the dtype that kernels save it in, which is a wider one for half off the CPU."""
+    val, known = val_of(statistic), val_of(norm.input) is not None
+    dtype = returned(norm, "save_mean", val_of)[1] if known else None
+    if val is None or dtype in (None, val.dtype):
+        return statistic
+    with holder.graph.inserting_before(holder):
+        cast = _call(holder.graph, aten._to_copy.default, (statistic,), {"dtype": dtype})
+    cast.meta = carried(holder, empty_val(val, val.shape, dtype))
+    return cast
+
+
+def _copied(field: str, saved: bool = False) -> Callable[[Node, BatchNorm], None]:
     def rebuild(holder: Node, norm: BatchNorm) -> None:
         statistic = getattr(norm, field)
+        statistic = _cast(holder, norm, statistic) if saved else statistic
         _become(holder, aten.clone.default, (statistic,))
         holder.meta = carried(holder, _empty_like(statistic))
 
@@ -312,7 +325,7 @@ def _copied(field: str) -> Callable[[Node, BatchNorm], None]:
 
 def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
     """1/sqrt(running_var + eps), which is what every kernel that saves it saves."""
-    var = norm.running_var
+    var = _cast(holder, norm, norm.running_var)
     with holder.graph.inserting_before(holder):
         shifted = _call(holder.graph, aten.add.Tensor, (var, norm.eps))
     shifted.meta = carried(holder, _empty_like(var))
@@ -322,7 +335,7 @@ def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
 
 # Outputs that the family's eval op does not return, or not in one shape: rebuilt from the running statistics.
 REBUILT: dict[str, Callable[[Node, BatchNorm], None]] = {
-    "save_mean": _copied("running_mean"),
+    "save_mean": _copied("running_mean", saved=True),
     "save_invstd": _inverse_deviation,
     "new_running_mean": _copied("running_mean"),
     "new_running_var": _copied("running_var"),

@@ -5,6 +5,7 @@ import torch
 
 from programs import LEGACY, call_graph, consolidated, modes
 from torch_batchnorm import FORMS, render
+from torch_batchnorm.decomps.counterparts import nearest
 from torch_batchnorm.decomps.forms import (
     BY_TARGET,
     GRADIENTS,
@@ -16,7 +17,6 @@ from torch_batchnorm.decomps.forms import (
     Statistics,
     _by_target,
     form_of,
-    nearest,
 )
 
 HELPERS = ("_elemt", "_reduce", "_gather_stats", "_gather_stats_with_counts", "_update_stats", "_stats")

@@ -9,7 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_batchnorm as tbn
 from programs import call_graph, consolidated, modes, same
-from torch_batchnorm.decomps.forms import FORMS, BatchNorm, Dialect, Statistics, nearest
+from torch_batchnorm.decomps.counterparts import nearest
+from torch_batchnorm.decomps.forms import FORMS, BatchNorm, Dialect, Statistics
 from torch_batchnorm.decomps.outputs import NEUTRAL, fill, like_of, returned
 
 aten = torch.ops.aten
@@ -60,6 +61,24 @@ def test_graphs_say_what_fake_kernels_return(training, dtypes, device):
     assert [(v.dtype, v.shape, v.device) for v in written.meta["val"]] == [
         (v.dtype, v.shape, v.device) for v in expected
     ]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", BF16), ("cuda", F32)])
+def test_saved_statistics_that_are_rebuilt_have_the_dtype_that_kernels_save(device, dtype):
+    form = next(f for f in FORMS if f.overload is aten._native_batch_norm_legit_no_training.default)
+    graph = call_graph(form, False)
+    with FakeTensorMode():
+        for node in graph.graph.find_nodes(op="placeholder"):
+            shape = (4, 3, 5) if node.name == "input_1" else (3,)
+            node.meta["val"] = torch.empty(shape, dtype=BF16, device=device)
+        (call,) = graph.graph.find_nodes(op="call_function", target=form.overload)
+        call.meta["val"] = (torch.empty(4, 3, 5, dtype=BF16, device=device),)
+    rewritten = consolidated(graph).program
+    (output,) = rewritten.graph.find_nodes(op="output")
+    assert [node.meta["val"].dtype for node in output.args[0][1:]] == [dtype] * 2
+    tensors = [torch.randn(4, 3, 5).to(BF16), *(torch.rand(3).to(BF16) for _ in range(4))]
+    _, mean, invstd = rewritten(*tensors)
+    assert same([mean, invstd], [tensors[3].to(dtype), torch.rsqrt(tensors[4].to(dtype) + 1e-5)])
 
 
 @pytest.mark.parametrize("mask", [(True, False, False), (True, True, True)], ids=str)
