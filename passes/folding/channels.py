@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from ..graph.state import State
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a walk is: at an op, which is asked how it passes the channels on.
 
     came: where the walk comes from, up a reader of the op's result, down its operand. axis: the dimension of the value
@@ -75,7 +74,7 @@ class Moves:
         if found is None:
             return Reason(f"{node.name} ({node.target}) mixes its channels with other dimensions")
         axis, affine = found[0], at.affine.take(found[1])
-        return [replace(at, node=args[0], came=node, axis=axis, affine=affine)] if up else readers([node], axis, affine)
+        return [Place(args[0], node, axis, affine, at.within)] if up else readers([node], axis, affine)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Scales:
                 affine = at.affine.behind(*step)
                 if not affine.finite:
                     return Reason(f"with {at.node.name} before it, its scale is not finite")
-                return [replace(at, node=source, came=at.node, affine=affine)]
+                return [Place(source, at.node, at.axis, affine, at.within)]
         return None
 
     def step(self, state: State, node: Node, value: Node, axis: int, channels: int) -> tuple[Tensor, Tensor] | None:

@@ -5,7 +5,6 @@ through what passes its channels on.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -68,10 +67,11 @@ class Walk:
             others = [user for user in node.users if user is not at.came and not measures(user, node)]
         if node.target in LAYER_BY_TARGET:
             return self._refuse_clone(node, others) or self._end(at, up, at.came if others else None)
-        past, row = self.past.get((node, up), ()), transfer_of(node)
-        onward: Onward = [replace(at, node=further, came=came) for further, came in past]
-        if not past:
-            onward = None if row is None else row.onward(self.state, at, up)
+        past = self.past.get((node, up))
+        row = None if past else transfer_of(node)
+        onward: Onward = None if row is None else row.onward(self.state, at, up)
+        if past:
+            onward = [Place(further, came, at.axis, at.affine, at.within) for further, came in past]
         if onward is None:
             return _refuse_foreign(node, up)
         return Reason(f"{node.name} is read by {listed(others)} too") if others else onward
