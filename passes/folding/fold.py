@@ -82,14 +82,14 @@ class Fold:
         state = State(draft, unchanged={node for site in sites for node in returned_as_they_are(site)})
         trains = is_training(sites, find_random(draft.graphs)) and not self.force
         refused = {s: _refuse_mode(s, trains) or _refuse_outputs(s) or _refuse_input(s) for s in sites}
-        plan = Plan(draft, state, [site for site in sites if not refused[site]], self)
+        plan = Plan(state, [site for site in sites if not refused[site]], self)
         for site in sites:
             if site in plan.decided:
                 log.edit(site, site.spelling, plan.told(site))
             else:
                 log.decline(site, refused[site] or plan.refused[site])
         if log.edits:
-            Writing(draft, state, plan).write()
+            Writing(state, plan).write()
         return log.result(draft.build() if log.edits else program)
 
 

@@ -14,7 +14,6 @@ from ...decomps.affine import Affine
 from ...decomps.forms import FIELDS, HALF
 from ..graph.calls import measures
 from ..graph.constants import Constant
-from ..graph.draft import Draft
 from ..graph.meta import format_of, same_sizes, val_of
 from ..graph.result import Reason
 from ..graph.state import State
@@ -78,14 +77,14 @@ class Plan:
     direction, and the plan is made anew. A site over a concatenation goes into all of its branches or none.
     """
 
-    def __init__(self, draft: Draft, state: State, sites: list[Site], options: Fold) -> None:
-        self.draft, self.state, self.options = draft, state, options
+    def __init__(self, state: State, sites: list[Site], options: Fold) -> None:
+        self.state, self.options = state, options
         reached = {site: _reach(state, site) for site in sites}
         self.reaches = {site: reach for site, reach in reached.items() if isinstance(reach, Reach)}
         self.refused = {site: reason for site, reason in reached.items() if isinstance(reason, Reason)}
         blocked: dict[tuple[Site, str], Reason] = {}
         while True:  # it ends: each time more is blocked
-            self.walk = Walk(draft, state, options.clone_calls)
+            self.walk = Walk(state, options.clone_calls)
             self.decided: dict[Site, Decision] = {}
             self.groups: list[Group] = []
             self._alone_at: dict[Node, Decision] = {}  # what is alone, by the node that holds it

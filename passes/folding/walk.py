@@ -13,7 +13,6 @@ from ...decomps.affine import Affine
 from ...decomps.layers import LAYER_BY_TARGET
 from ..graph.calls import measures
 from ..graph.constants import quantization
-from ..graph.draft import Draft
 from ..graph.result import Reason
 from ..graph.state import State
 from .channels import Onward, Place, Scales, transfer_of
@@ -32,8 +31,8 @@ class Walk:
     not): the next node, and the one that it is asked from.
     """
 
-    def __init__(self, draft: Draft, state: State, clone_calls: bool) -> None:
-        self.draft, self.state, self.clone_calls = draft, state, clone_calls
+    def __init__(self, state: State, clone_calls: bool) -> None:
+        self.state, self.clone_calls = state, clone_calls
         self.targets: dict[tuple[Node, Node | None], Target] = {}
         self.cloned: set[Node] = set()
         self.past: dict[tuple[Node, bool], list[tuple[Node, Node]]] = {}

@@ -47,23 +47,28 @@ class Target:
         return reduce(Affine.then, affines) if affines else None
 
     @cached_property
+    def read(self) -> Tensor:
+        """The weight as the layer reads it, but for casts: the memory of the state."""
+        found: Any = self.weight.view(self.weight.tensor.detach())
+        return found  # type: ignore[no-any-return]
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The coarsest of what its weight, in the state and as it is read, and its output are held in."""
         # autocast reads a float32 weight in float16: what overflows there overflows, whatever the state holds
-        vals = (self.weight.tensor, val_of(self.call), val_of(self.layer.weight))
-        return max((val.dtype for val in vals if val is not None), key=lambda dtype: torch.finfo(dtype).eps)
+        made: Any = val_of(self.call)
+        dtypes: tuple[torch.dtype, ...] = (self.weight.tensor.dtype, self.weight.value().dtype, made.dtype)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     def channels(self, value: Node, out: bool) -> tuple[int, int]:
         """The dimension of its output, or of its input, that holds the channels, and how many these are."""
-        weight: Any = val_of(self.layer.weight)
         val: Any = val_of(value)
-        return int(val.ndim - 1 - (weight.ndim - 2)), self.width(out)
+        return int(val.ndim - 1 - (self.read.ndim - 2)), self.width(out)
 
     def width(self, out: bool) -> int:
         """How many channels it makes, or reads."""
-        weight: Any = val_of(self.layer.weight)
-        first, second = weight.shape[0], weight.shape[1] * self.layer.groups
-        return int(first if self.layer.input_first is not out else second)
+        first, second = self.read.shape[0], self.read.shape[1] * self.layer.groups
+        return first if self.layer.input_first is not out else second
 
     def same(self, other: Target) -> bool:
         """Whether it gets the same weights, from tensors that are the same."""
@@ -90,8 +95,7 @@ class Target:
 
     def _bias(self) -> Tensor:
         """Its bias with what its input adds to it."""
-        weight: Any = self.weight.view(self.weight.tensor.detach())
-        return bias_of(self.layer, weight, None if self.bias is None else self.bias.value(), self.composed("down"))
+        return bias_of(self.layer, self.read, None if self.bias is None else self.bias.value(), self.composed("down"))
 
     def computed(self, float32_above: int | None, force: bool) -> tuple[Tensor, Tensor] | Reason:
         """The new weight, like the tensor in the state, and the new bias, [out] in float64; or why the dtype of the
@@ -117,9 +121,8 @@ class Target:
         return [self.weight.tensor, *([] if self.bias is None else [self.bias.value()])]
 
     def _written(self, made: Tensor, dtype: torch.dtype) -> Tensor:
-        read: Any = self.weight.view(self.weight.tensor.detach())
         view: Any = self.weight.view(made)
-        write_folded(self.layer, read, view, self.composed("down"), self.composed("up"), dtype)
+        write_folded(self.layer, self.read, view, self.composed("down"), self.composed("up"), dtype)
         return made
 
     def _sums(self, tensor: Tensor) -> Tensor:
@@ -192,44 +195,48 @@ def alike(targets: list[Target]) -> list[list[Target]]:
 
 def target_of(state: State, call: Node, reader: Node | None) -> Target | Reason:
     """A call of a layer as a target, or why its weights are not known."""
-    form = LAYER_BY_TARGET[call.target]
-    if reason := _refuse_call(form, call):
-        return reason
-    val: Any = val_of(form.given(call.args, call.kwargs)[form.weight])
-    layer = form.read(call.args, call.kwargs, tuple(val.shape[2:]))
-    weight = state.constant(layer.weight)
-    bias = None if layer.bias is None else state.constant(layer.bias)
-    if isinstance(weight, Reason) or isinstance(bias, Reason):
-        return weight if isinstance(weight, Reason) else bias  # type: ignore[return-value]
-    target = Target(call, reader, form, layer, weight, bias)
-    return _refuse_constants(target) or target
-
-
-def _refuse_call(form: LayerForm, call: Node) -> Reason:
-    """Why a call is no layer that can be folded into."""
-    operand, named = form.given(call.args, call.kwargs)[form.weight], f"{call.name} ({call.target})"
-    val = val_of(operand)
-    if val is None or val_of(call) is None:
+    form, named = LAYER_BY_TARGET[call.target], f"{call.name} ({call.target})"
+    given = form.given(call.args, call.kwargs)
+    if not isinstance(given[form.weight], Node) or val_of(call) is None:
         return Reason(f"the graph keeps no shapes (no val) for {named}", "trace it with fake tensors")
-    if val.dtype not in LIMITS:  # integers and complex numbers have no rounding that is counted
-        return Reason(f"the weight of {named} is {val.dtype}, {EXPECTED}")
-    if (val.ndim == 2) is form.kernel or val.ndim < 2:  # matmul with a batch of matrices, or with a vector
-        return Reason(f"the weight of {named} has {val.ndim} dimensions")
-    plain = form.plain(call.args, call.kwargs)
-    return Reason() if plain else Reason(f"{named} scales its product or its bias (alpha, beta)")
+    if not form.plain(call.args, call.kwargs):
+        return Reason(f"{named} scales its product or its bias (alpha, beta)")
+    weight, operand = state.constant(given[form.weight]), given[form.bias] if form.bias else None
+    bias = None if operand is None else state.constant(operand)
+    if isinstance(weight, Reason):
+        return weight
+    if isinstance(bias, Reason):
+        return bias
+    if reason := _refuse_weight(form, weight, named):
+        return reason
+    layer = form.read(call.args, call.kwargs, tuple(weight.value().shape[2:]))
+    target = Target(call, reader, form, layer, weight, bias)
+    return _refuse_bias(target, named) or target
 
 
-def _refuse_constants(target: Target) -> Reason:
-    """Why the weights of a layer cannot be made anew."""
-    named, weight, bias = f"{target.call.name} ({target.call.target})", target.weight, target.bias
+def _refuse_weight(form: LayerForm, weight: Constant, named: str) -> Reason:
+    """Why a weight cannot be made anew. What the state holds tells its shape and dtype: a `val` may be stale."""
     if weight.maker is not None:
         return Reason(f"the weight of {named} is computed by {weight.maker.target}{quantization(weight.maker)}")
-    if type(target.layer.groups) is not int or weight.view(weight.tensor.detach()) is None:
+    read, held = weight.value(), weight.tensor.dtype
+    if read.dtype not in LIMITS:  # integers and complex numbers have no rounding that is counted
+        return Reason(f"the weight of {named} is {read.dtype}, {EXPECTED}")
+    if (read.ndim == 2) is form.kernel or read.ndim < 2:  # matmul with a batch of matrices, or with a vector
+        return Reason(f"the weight of {named} has {read.ndim} dimensions")
+    if weight.view(weight.tensor.detach()) is None:
         return Reason(f"the weight of {named} is a copy of {weight.name} in another layout")
-    if weight.tensor.dtype not in LIMITS or (bias is not None and bias.tensor.dtype not in LIMITS):
-        return Reason(f"{weight.name} is {weight.tensor.dtype}, {EXPECTED}")
-    shape, out = () if bias is None else tuple(bias.value().shape), target.width(out=True)
+    return Reason() if held in LIMITS else Reason(f"{weight.name} is {held}, {EXPECTED}")
+
+
+def _refuse_bias(target: Target, named: str) -> Reason:
+    """Why a bias is not one of a value for each channel, in numbers whose rounding is counted."""
+    bias, out = target.bias, target.width(out=True)
+    if type(target.layer.groups) is not int:
+        return Reason(f"{named} has {target.layer.groups} groups, expected a known number")
+    if bias is not None and bias.tensor.dtype not in LIMITS:
+        return Reason(f"{bias.name} is {bias.tensor.dtype}, {EXPECTED}")
+    shape = (out,) if bias is None else tuple(bias.value().shape)
     # addmm broadcasts its first operand: a matrix, or a column, is no bias of one value a channel
-    if bias is None or shape == (1,) * (len(shape) - 1) + (out,):
+    if shape == (1,) * (len(shape) - 1) + (out,):
         return Reason()
     return Reason(f"the bias of {named} is {list(shape)}, expected [{out}]")

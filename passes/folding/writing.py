@@ -12,7 +12,6 @@ from torch.fx import Node
 from ...decomps.affine import Affine
 from ...decomps.forms import HALF, UPDATED
 from ..graph.constants import Constant
-from ..graph.draft import Draft
 from ..graph.meta import format_of, same_sizes, val_of
 from ..graph.state import State
 from ..graph.tracing import in_one_mode
@@ -28,8 +27,8 @@ aten = torch.ops.aten
 class Writing:
     """One plan being written."""
 
-    def __init__(self, draft: Draft, state: State, plan: Plan) -> None:
-        self.draft, self.state, self.plan = draft, state, plan
+    def __init__(self, state: State, plan: Plan) -> None:
+        self.draft, self.state, self.plan = state.draft, state, plan
 
     def write(self) -> None:
         """Layers first, then what they make superfluous."""
@@ -80,8 +79,9 @@ class Writing:
             return None
         if held is None and not first.folds["up"] and not bool(group.bias.any()):
             return None
-        val: Any = val_of(first.call if first.form.bias is None else first.layer.bias or first.layer.weight)
-        bias = group.bias.to(val.dtype).to(weight.tensor.device)
+        made: Any = val_of(first.call)
+        dtype = made.dtype if first.form.bias is None else (held or weight).value().dtype
+        bias = group.bias.to(dtype).to(weight.tensor.device)
         # a new bias learns if its weight does, or a shift that is in it
         sites = (site for target in group.targets for folds in target.folds.values() for site, _ in folds)
         learns = weight.tensor.requires_grad or any(self._learns(site, "weight", "bias") for site in sites)
@@ -89,11 +89,11 @@ class Writing:
 
     def _replaces(self, held: Constant, targets: list[Target]) -> bool:
         """Whether a new bias can take the place of the old one: nothing else reads that, and it is as fine."""
-        first, val = targets[0], val_of(targets[0].layer.bias)
+        first, read = targets[0], held.value().dtype
         readers = self.state.readers(held.name)
         own = len(readers) == len(targets) and {*readers} == {target.call for target in targets} and not first.fresh
         new = held.view(held.tensor.detach())
-        fine = val is not None and torch.promote_types(val.dtype, held.tensor.dtype) == held.tensor.dtype
+        fine = torch.promote_types(read, held.tensor.dtype) == held.tensor.dtype
         return own and fine and new is not None and new.numel() == held.tensor.numel() == first.width(out=True)
 
     def _learns(self, site: Site, *fields: str) -> bool:
