@@ -54,7 +54,8 @@ def readers(values: Iterable[Node], axis: int, affine: Affine) -> list[Place] | 
 class Moves:
     """Ops that hand on the entries of their first operand as they are, in other places, some of them repeated.
 
-    ops: their kinds in OPS, which says where axes go too. when: which calls are such, of their arguments by name.
+    ops: their kinds in OPS, which says where axes go, too, or overloads that keep the order. when: which calls are
+    such, of their arguments in the order of the schema.
     """
 
     ops: tuple[Any, ...]
@@ -62,12 +63,12 @@ class Moves:
 
     def onward(self, state: State, at: Place, up: bool) -> Onward:
         """From the result to the operand, or back."""
-        node, args, moved = at.node, arguments_of(at.node), OP_BY_TARGET[at.node.target]
+        node, args, moved = at.node, arguments_of(at.node), OP_BY_TARGET.get(at.node.target)
         before, after = val_of(args[0] if args else None), val_of(node)
         if before is None or after is None or not self.when(node, args):
             return None
         channels = at.affine.scale.numel()
-        if moved.axes is not None:
+        if moved is not None and moved.axes is not None:
             found = permuted(moved.axes(args, after.ndim), at.axis, channels, up)
         else:
             found = aligned(after if up else before, at.axis, channels, before if up else after)
