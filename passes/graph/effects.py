@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...decomps.ops import Kind, Memory, kind_of, memory_of, written_by
+from ...decomps.ops import OP_BY_TARGET, Kind, Memory, kind_of, memory_of, written_by
 from .meta import channel_axis, val_of
 from .nest import Nest
 
@@ -48,9 +48,18 @@ def widened(node: Node) -> Node | None:
     return source if torch.promote_types(before, after) == after else None
 
 
-def source_of(node: Any, casts: bool = False) -> Any:
-    """The first node that had the value, before lossless casts too if asked. A literal is its own source."""
-    while isinstance(node, Node):
+def detaches(node: Node) -> bool:
+    """Whether a node is an alias that no gradient goes through: the same values, and another node for autograd."""
+    row = OP_BY_TARGET.get(node.target)
+    return row is not None and row.cuts
+
+
+def source_of(node: Any, casts: bool = False, detached: bool = True) -> Any:
+    """The first node that had the value, before lossless casts too if asked. A literal is its own source.
+
+    detached: whether to look through a detach, as one may once autograd is done.
+    """
+    while isinstance(node, Node) and (detached or not detaches(node)):
         before = transparent(node) or (widened(node) if casts else None)
         if before is None:
             break

@@ -1,90 +1,81 @@
-"""Values of a graph by what they compute, however it is spelled: the same number for the same value."""
+"""Value numbering: what nodes compute, however it is spelled. The number of a value is a node of a reference."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
+from ...decomps.ops import named
 from ..graph.calls import op_of
 from ..graph.effects import cast_of, transparent
 from ..graph.meta import channel_axis, val_of
 
-Key = Hashable
+# The name of an op, those of its arguments, and what they are: literals, or the nodes that are values' numbers.
+Key = tuple[Any, ...]
 
 
-_COMMUTE = ("add", "mul")
+COMMUTE = ("add", "mul")
 
 
-_REDUCE = ("var_mean", "mean", "sum")
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
 
 
-_POINTWISE = ("add", "sub", "mul", "div", "rsqrt", "sqrt", "reciprocal")
-
-
-def key_of(node: Node, number: Mapping[Node, int]) -> Key | None:
-    """What a node computes from values that have numbers: a number for one of these, None when it is not known."""
-    if node.op != "call_function":
-        return None
-    source = transparent(node)
-    if source is not None:
-        return number.get(source)
+def key_of(node: Node, number: Mapping[Node, Node]) -> Key | None:
+    """What a node computes from values that have numbers, None when it is not known."""
     try:
         if node.target is operator.getitem:
-            return ("getitem", _term(node.args[0], number), node.args[1])
+            return ("getitem", (), _term(node.args[0], number), node.args[1])
         if cast_of(node) is not None:
-            val = val_of(node)
-            return ("cast", _term(node.args[0], number), None if val is None else val.dtype)
-        return _call_key(node, number)
+            return ("cast", (), _term(node.args[0], number), node.meta["val"].dtype)
+        if isinstance(node.target, OpOverload) and (torch.Tag.pointwise not in node.target.tags or _aligned(node)):
+            return _call_key(node, node.target, number)
     except KeyError:
-        return None
+        pass
+    return None
 
 
-def _call_key(node: Node, number: Mapping[Node, int]) -> Key | None:
-    """The key of an elementwise op or a reduction, literals in one spelling, arguments that commute in one order."""
-    name = op_of(node)
-    if name in _POINTWISE and not _aligned(node):
-        return None
-    if name not in (*_POINTWISE, *_REDUCE):
-        return None
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {**{a.name: value for a, value in zip(schema, node.args, strict=False)}, **node.kwargs}
-    default = {a.name: a.default_value for a in schema if a.has_default_value()}
+def _call_key(node: Node, target: OpOverload, number: Mapping[Node, Node]) -> Key:
+    """A call by the arguments that are not at their defaults: literals in one spelling, what commutes in one order.
+
+    Whether a reduction keeps its dimensions is the view of its result, and no matter.
+    """
+    default = {argument.name: argument.default_value for argument in target._schema.arguments}
     terms: dict[str, Any] = {}
-    for field, value in given.items():
-        if field == "keepdim" or (field in default and _same(value, default[field])):
-            continue
-        terms[field] = _dims(value, node) if field == "dim" else _term(value, number)
-    if name in _COMMUTE and terms.keys() == {"self", "other"}:
-        return (name, *sorted(terms.values(), key=repr))
-    return (name, *sorted(terms.items()))
+    for name, value in named(target, node.args, node.kwargs).items():
+        if name == "dim":
+            terms[name] = dims_of(node)
+        elif name != "keepdim" and not (type(value) is type(default[name]) and value == default[name]):
+            terms[name] = _term(value, number)
+    if op_of(node) in COMMUTE and [*terms] == ["self", "other"]:
+        return (op_of(node), (), *sorted(terms.values(), key=lambda term: (type(term) is float, str(term))))
+    return (op_of(node), tuple(terms), *terms.values())
 
 
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (not isinstance(value, Node) and type(value) is type(default) and bool(value == default))
+def dims_of(node: Node) -> tuple[int, ...]:
+    """The dimensions that a call is over, in order.
 
-
-def _dims(value: Any, node: Node) -> tuple[int, ...]:
+    Raises: KeyError where the rank of its operand is not known.
+    """
     val = val_of(node.args[0])
     if val is None:
         raise KeyError(node)
-    dims = [value] if isinstance(value, int) else value
-    return tuple(sorted(d % val.ndim for d in dims)) if dims else tuple(range(val.ndim))
+    dim: Any = named(node.target, node.args, node.kwargs)["dim"]  # type: ignore[arg-type]
+    dims = [dim] if isinstance(dim, int) else dim or range(val.ndim)
+    return tuple(sorted(d % val.ndim for d in dims))
 
 
-def _term(value: Any, number: Mapping[Node, int]) -> Any:
-    """A value in a key: ("%", its number), a literal, or the expression of a symbolic number."""
+def _term(value: Any, number: Mapping[Node, Node]) -> Any:
+    """An argument in a key: a number, a literal, or the expression of a symbolic one."""
+    known = value.meta.get("val") if isinstance(value, Node) else value
+    if isinstance(known, _SYMBOLS):
+        return str(known.node.expr)
     if isinstance(value, Node):
-        known = value.meta.get("val")
-        if isinstance(known, torch.SymInt | torch.SymFloat):
-            value = known
-        else:
-            return ("%", number[value])
-    if isinstance(value, torch.SymInt | torch.SymFloat):
-        return ("sym", str(value.node.expr))
+        return number[value]
     if type(value) in (int, float):
         return float(value)
     return tuple(_term(v, number) for v in value) if isinstance(value, list | tuple) else value
@@ -92,39 +83,36 @@ def _term(value: Any, number: Mapping[Node, int]) -> Any:
 
 def _aligned(node: Node) -> bool:
     """Whether what a node broadcasts lies along the channels: of all operands, or along dimension 1 of the result."""
-    val = val_of(node)
-    if val is None:
+    vals = [val_of(node), *(val_of(n) for n in node.all_input_nodes if not isinstance(n.meta.get("val"), _SYMBOLS))]
+    known = [val for val in vals if val is not None]
+    if len(known) < len(vals):
         return False
-    axis = channel_axis(val)
-    axis = val.ndim - 2 if axis is None else axis
-    operands = [
-        val_of(a) for a in node.all_input_nodes if not isinstance(a.meta.get("val"), torch.SymInt | torch.SymFloat)
-    ]
-    if any(operand is None for operand in operands):
-        return False
-    axes = [channel_axis(operand) for operand in operands]
-    return all(a == axis for a in axes if a is not None and a != -1)
+    of_all, *axes = map(channel_axis, known)
+    axis = known[0].ndim - 2 if of_all is None else of_all
+    return all(a in (axis, None, -1) for a in axes)
 
 
-def numbers(table: Mapping[Key, int], leaves: Mapping[Node, int]) -> dict[Node, int]:
+def numbers(table: Mapping[Key, Node], leaves: Mapping[Node, Node]) -> dict[Node, Node]:
     """The numbers that a table gives to the nodes computed from the leaves, found through their users alone."""
     number = dict(leaves)
     work = list(number)
     while work:
-        for user in work.pop().users:
-            key = None if user in number else key_of(user, number)
-            found = key if isinstance(key, int) else table.get(key)
+        for user in work.pop().users.keys() - number.keys():
+            source, key = transparent(user), key_of(user, number)
+            found = number.get(source) if source is not None else table.get(key) if key is not None else None
             if found is not None:
                 number[user] = found
                 work.append(user)
     return number
 
 
-def references(key: Key) -> Iterable[int]:
-    """The numbers that a key refers to."""
-    if isinstance(key, tuple):
-        if len(key) == 2 and key[0] == "%":
-            yield key[1]
-            return
-        for part in key:
-            yield from references(part)
+def behind(*ends: Node, inner: Set[Node] | None = None) -> set[Node]:
+    """What nodes are computed from, themselves included; of the inner ones alone, if these are given."""
+    found: set[Node] = set()
+    work = list(ends)
+    while work:
+        node = work.pop()
+        if node not in found and (inner is None or node in inner):
+            found.add(node)
+            work += node.all_input_nodes
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -11,19 +11,21 @@ import torch
 from torch.fx import Graph, Node
 
 from ...decomps.counterparts import nearest, row_in
-from ...decomps.forms import GRADIENT_BY_TARGET, GRADS, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
+from ...decomps.forms import GRADIENT_BY_TARGET, GRADS, BatchNorm, Dialect, Form, Gradient, Statistics
 from ...decomps.outputs import returned
 from ..graph.draft import Draft
-from ..graph.effects import Effects, cast_of, transparent
-from ..graph.meta import empty_val, val_of
+from ..graph.effects import Effects
+from ..graph.meta import carried, empty_val, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
-from ..graph.result import Declined, Edit, Program, Result
-from ..rewriting.site import module_of, read_gradient, read_site
+from ..graph.result import Log, Program, Reason, Result, Subject
+from ..graph.signature import modules_of
+from ..rewriting.site import read_gradient, read_site
 from ..rewriting.writing import wire_reserve, write_gradient, write_site
 from .chains import Chain, hold, live
-from .recognition import Candidate, find_forwards, find_gradients
+from .recognition import Candidate, find_candidates
 from .reference import WHOLE, References
+from .unify import bare
 
 aten = torch.ops.aten
 
@@ -60,22 +62,12 @@ class RaiseDecomposed:
 
         Raises: InvalidProgram for anything else.
         """
-        if not any(True for _, graph in graphs_of(program) for _ in _candidates(graph)):
+        if not any(True for _, graph in graphs_of(program) for _ in find_candidates(graph)):
             return Result(program)
-        draft = Draft(program, self.inplace)
-        edits: list[Edit] = []
-        declined: list[Declined] = []
-        references = References()
+        draft, log, references = Draft(program, self.inplace), Log(), References()
         for path, graph in draft.graphs:
-            unwired: list[tuple[Node, Gradient]] = []
-            before = -1
-            while before < len(edits):  # again, until nothing is left: one chain raised may free another
-                before = len(edits)
-                left = _raise_all(draft, path, graph, references, edits, unwired)
-            declined += left
-            for call, norm in unwired:
-                wire_reserve(draft, call, replace(norm, save_invstd=_saved(norm.save_invstd)))
-        return Result(draft.build() if edits else program, tuple(edits), tuple(declined))
+            _raise_all(draft, path, graph, references, log)
+        return log.result(draft.build() if log.edits else program)
 
 
 def raise_decomposed(program: Any, *, inplace: bool = False) -> Any:
@@ -95,99 +87,87 @@ def raise_decomposed(program: Any, *, inplace: bool = False) -> Any:
     return RaiseDecomposed(inplace=inplace)(program).program
 
 
-def _raise_all(
-    draft: Draft,
-    path: str,
-    graph: Graph,
-    references: References,
-    edits: list[Edit],
-    unwired: list[tuple[Node, Gradient]],
-) -> list[Declined]:
-    """Raises what can be raised in a graph as it is, and returns what cannot. Gradients have no reserve yet."""
-    declined = []
-    for candidate in _candidates(graph):
-        plan = _plan(candidate, references)
-        if isinstance(plan, str):
-            name = f"{path}.{candidate.node.name}" if path else candidate.node.name
-            declined.append(Declined(name, module_of(candidate.node), ELEMENTARY, plan))
-        elif isinstance(plan.norm, BatchNorm):
-            edits.append(_raise_forward(draft, plan, path))
-        else:
-            edit, call, norm = _raise_gradient(draft, plan, path)
-            edits.append(edit)
-            unwired.append((call, norm))
-    return declined
+def _subject(node: Node, path: str) -> Subject:
+    """What the log says of a chain, by one of its nodes."""
+    name = f"{path}.{node.name}" if path else node.name
+    return Subject(name, next(reversed(modules_of(node)), ""), ELEMENTARY)
 
 
-def _candidates(graph: Graph) -> Iterator[Candidate]:
-    """Gradients ahead of the forwards: a gradient may normalise its input anew, which is a forward without weights."""
-    yield from find_gradients(graph)
-    yield from find_forwards(graph)
-
-
-def _saved(node: Any) -> Any:
-    """What a saved statistic was before it was viewed or rounded: on CPU the decomposition rounds what it saves."""
-    while isinstance(node, Node) and (before := transparent(node) or cast_of(node)) is not None:
-        node = before
-    return node
+def _raise_all(draft: Draft, path: str, graph: Graph, references: References, log: Log) -> None:
+    """Raises what can be raised in a graph, again until nothing is left: one chain raised may free another."""
+    gradients: list[tuple[Node, Gradient]] = []
+    refused: dict[Node, Reason] | None = None
+    while refused is None:
+        edits, refused = len(log.edits), {}
+        for candidate in find_candidates(graph):
+            plan = _plan(candidate, references)
+            if isinstance(plan, Reason):
+                refused[candidate.node] = plan
+            elif isinstance(plan.norm, BatchNorm):
+                _raise_forward(draft, plan, path, log)
+            else:
+                gradients.append(_raise_gradient(draft, plan, path, log))
+        refused = refused if len(log.edits) == edits else None
+    for node, reason in refused.items():
+        log.decline(_subject(node, path), reason)
+    for call, norm in gradients:  # once every forward is there. On CPU the decomposition rounds what it saves.
+        wire_reserve(draft, call, replace(norm, save_invstd=bare(norm.save_invstd)))
 
 
 # Plan.
 
 
-def _plan(candidate: Candidate, references: References) -> Chain | str:
+def _plan(candidate: Candidate, references: References) -> Chain | Reason:
     """The chain of the first guess that holds, of a gradient the one that explains most; or why the first does not."""
     best: Chain | None = None
     reason = candidate.reason
-    for norm in candidate.guesses:
-        held = _undefined(norm) or hold(norm, references.of(norm, candidate.emitter))
-        found = held if isinstance(held, str) else _misplaced(held)
-        if isinstance(held, str) or found:
-            reason = reason or found
-        elif best is None or len(held.outputs) > len(best.outputs):
+    for norm, emitter in candidate.guesses:
+        held = _refuse_operands(norm) or hold(norm, references.of(norm, emitter))
+        refusal = held if isinstance(held, Reason) else _refuse_place(held)
+        reason = reason or refusal
+        if isinstance(held, Chain) and not refusal and (best is None or len(held.outputs) > len(best.outputs)):
             best = held
         if best is not None and isinstance(norm, BatchNorm):
             break
     return best or reason
 
 
-def _undefined(norm: BatchNorm | Gradient) -> str:
-    """Why a record has no reference, empty when it has one."""
-    named = {f.name: getattr(norm, f.name) for f in fields(norm) if isinstance(getattr(norm, f.name), Node)}
-    unknown = [node.name for node in named.values() if val_of(node) is None]
-    if unknown:
-        return f"the shape of {unknown[0]} is not known"
-    twice = [node.name for node in named.values() if sum(node is other for other in named.values()) > 1]
-    if twice:
-        return f"{twice[0]} is two of its operands"
-    val = named["input"].meta["val"]
-    for name, node in named.items():
-        size = node.meta["val"].numel()
-        if name not in WHOLE and type(val.shape[1]) is int and size != val.shape[1]:
-            return f"{name} has {size} elements, expected {val.shape[1]}, one for each channel of the input"
-    if all(type(size) is int for size in val.shape) and norm.training and val.numel() <= val.shape[1]:
-        return "it has one value a channel or none, which the family refuses in training"
-    if isinstance(norm, BatchNorm) and (norm.running_mean is None) is not (norm.running_var is None):
-        updated = "running_var" if norm.running_mean is None else "running_mean"
-        return f"it updates its {updated} alone"
-    return ""
+def _refuse_operands(norm: BatchNorm | Gradient) -> Reason:
+    """Why a record has no reference."""
+    named = {f.name: node for f in fields(norm) if isinstance(node := getattr(norm, f.name), Node)}
+    nodes = [*named.values()]
+    if twice := next((node for node in nodes if nodes.count(node) > 1), None):
+        return Reason(f"{twice.name} is two of its operands")
+    updated = named.keys() & {"running_mean", "running_var"}
+    if isinstance(norm, BatchNorm) and len(updated) == 1:
+        return Reason(f"it updates its {updated.pop()} alone")
+    return _refuse_shapes({name: node.meta["val"] for name, node in named.items()}, norm.training)
 
 
-def _misplaced(chain: Chain) -> str:
-    """Why one call cannot stand where the chain is, empty when it can."""
+def _refuse_shapes(vals: Mapping[str, torch.Tensor], training: bool) -> Reason:
+    """Why batch norm does not take operands of these shapes."""
+    shape = vals["input"].shape
+    for name, val in vals.items():
+        if name not in WHOLE and type(shape[1]) is int and val.numel() != shape[1]:
+            return Reason(f"{name} has {val.numel()} elements, expected {shape[1]}, one for each channel of the input")
+    if training and all(type(size) is int for size in shape) and shape.numel() <= shape[1]:
+        return Reason("it has one value a channel or none, which the family refuses in training")
+    return Reason()
+
+
+def _refuse_place(chain: Chain) -> Reason:
+    """Why one call cannot stand where the chain is."""
     place, last = _place(chain)
-    for node in chain.results:
-        early = next((user for user in node.users if user not in chain.nodes and user <= last), None)
-        if last >= place and early is not None:
-            return f"its {node.name} is read by {early.name}, before {last.name} is computed"
+    for node in chain.results if last >= place else ():
+        if early := next((user for user in node.users if user not in chain.nodes and user <= last), None):
+            return Reason(f"its {node.name} is read by {early.name}, before {last.name} is computed")
     at = max(place, last)
     for operand in chain.operands.values():
         reads, writes = Effects().accesses(operand)
-        for read in (node for node in reads if node in chain.nodes):
-            write = next((w for w in writes if min(at, read) < w < max(at, read)), None)
-            if write is not None:
-                return f"{operand.name} is written by {write.name} ({write.target}) in the midst of it"
-    return ""
+        for read in chain.nodes & {*reads}:
+            if write := next((w for w in writes if min(at, read) < w < max(at, read)), None):
+                return Reason(f"{operand.name} is written by {write.name} ({write.target}) in the midst of it")
+    return Reason()
 
 
 def _place(chain: Chain) -> tuple[Node, Node]:
@@ -198,69 +178,64 @@ def _place(chain: Chain) -> tuple[Node, Node]:
 # Apply.
 
 
-def _raise_forward(draft: Draft, chain: Chain, path: str) -> Edit:
+def _raise_forward(draft: Draft, chain: Chain, path: str, log: Log) -> None:
     norm: Any = chain.norm
     statistics = Statistics.NONE if norm.running_mean is None else Statistics.OUTPUTS
     form = nearest(Dialect.CORE, norm.training, statistics, out=False)  # it does without weights and statistics
-    input = norm.input.meta["val"]
-    saved = empty_val(input, (input.shape[1],), returned(norm, "save_mean", val_of)[1])
-    vals = {"out": chain.outputs["out"][0].meta["val"], "save_mean": saved, "save_invstd": saved}
-    for role, statistic in zip(UPDATED, (norm.running_mean, norm.running_var), strict=True):
-        vals[role] = None if statistic is None else empty_val(input, (input.shape[1],), statistic.meta["val"].dtype)
-    name = chain.outputs["out"][0].name
-    call = _write(chain, form, [vals[role] for role in form.roles])
-    site = read_site(call, path)
+    raised = _subject(chain.outputs["out"][0], path)
+    site = read_site(_write(chain, form), path)
     target = row_in(Dialect.FAMILY, form, site.norm, draft.functional)
     write_site(draft, site, site.norm, target)
-    return Edit(f"{path}.{name}" if path else name, site.module, ELEMENTARY, target.name)
+    log.edit(raised, ELEMENTARY, target.name)
 
 
-def _raise_gradient(draft: Draft, chain: Chain, path: str) -> tuple[Edit, Node, Gradient]:
+def _raise_gradient(draft: Draft, chain: Chain, path: str, log: Log) -> tuple[Node, Gradient]:
+    """The gradient's call and record: its reserve is still to be wired."""
     norm: Any = chain.norm
-    mask = [role in chain.outputs for role in GRADS]
-    vals = [chain.outputs[role][0].meta["val"] if asked else None for role, asked in zip(GRADS, mask, strict=True)]
-    name = min(chain.results).name
-    call = _write(replace(chain, norm=replace(norm, output_mask=mask)), _NATIVE_GRADIENT, vals)
-    site = read_gradient(call, path)
-    written = write_gradient(draft, site, site.norm, _GRADIENT)
-    edit = Edit(f"{path}.{name}" if path else name, site.module, ELEMENTARY, _GRADIENT.name)
-    return edit, written, site.norm
+    log.edit(_subject(min(chain.results), path), ELEMENTARY, _GRADIENT.name)
+    masked = replace(chain, norm=replace(norm, output_mask=[role in chain.outputs for role in GRADS]))
+    site = read_gradient(_write(masked, _NATIVE_GRADIENT), path)
+    return write_gradient(draft, site, site.norm, _GRADIENT), site.norm
 
 
-def _write(chain: Chain, form: Form, vals: list[Any]) -> Node:
+def _write(chain: Chain, form: Form) -> Node:
     """Writes one call for the chain; what held its results reads them from the call, and the rest is erased."""
-    norm: Any = chain.norm
     place, last = _place(chain)
-    graph, results = place.graph, sorted(chain.results)
-    origin = chain.outputs["out"][0] if "out" in chain.outputs else place
-    carried = {key: value for key, value in origin.meta.items() if key not in ("val", "tensor_meta")}
-    with graph.inserting_after(last) if last >= place else graph.inserting_before(place):
-        call = graph.create_node("call_function", form.overload, (), name=form.overload.overloadpacket.__name__)
-    call.meta = {**carried, "val": tuple(vals)}
-    with graph.inserting_before(call):
-        operands = {field: _flat(field, node) for field, node in chain.operands.items()}
-    call.args = form.write(replace(norm, **operands))[0]
+    results, vals = sorted(chain.results), [_val(chain, role) for role in form.roles]
+    with place.graph.inserting_after(last) if last >= place else place.graph.inserting_before(place):
+        call = place.graph.create_node("call_function", form.overload, (), name=form.overload.overloadpacket.__name__)
+    call.meta = carried(chain.outputs.get("out", [place])[0], tuple(vals))
+    with place.graph.inserting_before(call):
+        operands: Any = {field: _flat(field, node) for field, node in chain.operands.items()}
+    call.args = form.write(replace(chain.norm, **operands))[0]
     if last >= place:
         for result in reversed(results):
             call.append(result)
     for role, nodes in chain.outputs.items():
         index = form.roles.index(role)
-        _hold(call, index, vals[index], nodes)
+        _read(call, index, vals[index], nodes)
     _sweep(chain.nodes)
     return call
 
 
+def _val(chain: Chain, role: str) -> Any:
+    """The value of an output, as strided as the chain's own; None of a gradient that is not asked for."""
+    if role in ("out", *GRADS):
+        return chain.outputs[role][0].meta["val"] if role in chain.outputs else None
+    return empty_val(chain.norm.input.meta["val"], *returned(chain.norm, role, val_of))
+
+
 def _flat(field: str, operand: Node) -> Node:
     """The operand as the ops take it: [C] for all but what has the input's shape."""
-    if field in WHOLE or operand.meta["val"].ndim == 1:
-        return operand
     val = operand.meta["val"]
+    if field in WHOLE or val.ndim == 1:
+        return operand
     flat = operand.graph.call_function(aten.view.default, (operand, [-1]))
-    flat.meta = {**operand.meta, "val": empty_val(val, (val.numel(),), val.dtype)}
+    flat.meta = carried(operand, empty_val(val, (val.numel(),), val.dtype))
     return flat
 
 
-def _hold(call: Node, index: int, val: torch.Tensor, nodes: list[Node]) -> None:
+def _read(call: Node, index: int, val: torch.Tensor, nodes: list[Node]) -> None:
     """Turns the nodes that held a result into reads of the call, those of another shape into views of such a read."""
     read = [node for node in nodes if node.meta["val"].ndim == val.ndim]
     viewed = [node for node in nodes if node not in read]
@@ -269,7 +244,7 @@ def _hold(call: Node, index: int, val: torch.Tensor, nodes: list[Node]) -> None:
     if viewed and (not read or viewed[0] < read[0]):
         with call.graph.inserting_after(call):
             read.insert(0, call.graph.call_function(operator.getitem, (call, index)))
-        read[0].meta = {**viewed[0].meta, "val": val}
+        read[0].meta = carried(viewed[0], val)
     for node in viewed:
         shape = [1 if type(size) is int and size == 1 else -1 for size in node.meta["val"].shape]
         node.target, node.args, node.kwargs = aten.view.default, (read[0], shape), {}
@@ -277,14 +252,13 @@ def _hold(call: Node, index: int, val: torch.Tensor, nodes: list[Node]) -> None:
 
 def _sweep(nodes: Iterable[Node]) -> None:
     """Erases those of the nodes that nothing reads, with their unread views and the sizes read for them alone."""
-    work = sorted(nodes)
+    found, work = set(nodes), [*nodes]
     while work:
         node = work.pop()
-        if node._erased or node.op != "call_function" or node.is_impure():
-            continue
-        dead = [user for user in node.users if not live(user)]
-        if dead:
-            work += [node, *dead]
-        elif not node.users:
-            work += [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymFloat)]
+        sizes = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymFloat)]
+        more = {*sizes, *(user for user in node.users if not live(user))} - found
+        found |= more
+        work += more
+    for node in sorted(found, reverse=True):
+        if node.op == "call_function" and not node.users and not node.is_impure():
             node.graph.erase_node(node)

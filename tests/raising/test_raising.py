@@ -16,7 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from programs import aten, export, fingerprint, saved_and_loaded, state_of, step
 from torch_batchnorm import RaiseDecomposed, consolidate, legalize, raise_decomposed, render, verify
+from torch_batchnorm.decomps import formula
+from torch_batchnorm.decomps.forms import BatchNorm, Gradient
 from torch_batchnorm.errors import InvalidProgram
+from torch_batchnorm.passes.raising import recognition, reference
 
 TRAIN = aten._batch_norm_with_update_functional.default
 EVAL = aten._batch_norm_no_update.default
@@ -218,6 +221,27 @@ def test_metadata_is_kept_and_inplace_edits_the_program_itself():
         assert all(user.meta["nn_module_stack"] == stacks[user.name] for user in node.users)
 
 
+def spelled(norm):
+    """Eval batch norm as nobody emits it so far."""
+    if norm.training:
+        return formula.forward(norm)
+    centered = norm.input - norm.running_mean.view(1, -1, 1, 1)
+    scaled = centered * torch.pow(norm.running_var + norm.eps, -0.5).view(1, -1, 1, 1)
+    return {"out": scaled * norm.weight.view(1, -1, 1, 1) + norm.bias.view(1, -1, 1, 1)}
+
+
+def test_a_new_spelling_is_one_row(monkeypatch):
+    with torch.no_grad():
+        program = make_fx(lambda *o: spelled(BatchNorm(*o, False, 0.1, 1e-3))["out"])(*operands())
+    assert RaiseDecomposed()(program).edits == ()
+    rows = {"torch": reference.EMITTERS["torch"], "here": {BatchNorm: spelled, Gradient: formula.gradient}}
+    monkeypatch.setattr(reference, "EMITTERS", rows)
+    monkeypatch.setattr(recognition, "patterns", reference.patterns.__wrapped__)
+    result = raised(program)
+    assert ([e.after for e in result.edits], result.declined) == ([str(EVAL)], ())
+    close(result.program(*operands()), program(*operands()), F64)
+
+
 def test_what_was_filled_in_is_left_out_again():
     program = raise_decomposed(export(Net(nn.BatchNorm2d(3, affine=False)).double(), X).run_decompositions(inductor()))
     core = legalize(program, "core_aten")
@@ -382,14 +406,14 @@ def batch_norm(x, weight, bias, mean, var, **changed):
         x.to(o.get("computed", x.dtype)), o["dims"], correction=o["correction"], keepdim=True
     )
     scale = torch.rsqrt(spread + o.get("eps", 1e-5))
-    centered = o.get("input", x) - average
+    centered = o.get("input", x) - o.get("subtracted", average)
     out = centered * scale * weight.view(3, 1, 1) + bias.view(3, 1, 1)
     beside = {"spread": spread, "centered": centered, "saved": average * scale}
     if len(o["dims"]) != 3:
         return out, spread.view(shape)
     flat, wide = average.squeeze([0, 2, 3]), spread.squeeze([0, 2, 3])
     new_mean = o["momentum"] * o.get("tracked", flat) + o["kept"] * mean
-    new_var = o["again"] * (wide * o["factor"]) + 0.9 * var
+    new_var = o["again"] * (wide if "biased" in o else wide * o["factor"]) + 0.9 * var
     return out.to(x.dtype), new_mean, new_var, *[beside[n] for n in o.get("also", ())]
 
 
@@ -449,6 +473,14 @@ DECLINED = {
         "it updates its running_var alone",
     ),
     "one statistic is tracked": (lambda: traced(drop=2), "it updates its running_mean alone"),
+    "the variance that is tracked is biased": (
+        lambda: traced(biased=True),
+        r"it has no mul\(getitem, 1.0084033613445378\)",
+    ),
+    "the mean that is subtracted is another": (
+        lambda: traced(subtracted=lambda x, *_: x.amax([0, 2, 3], keepdim=True)),
+        r"it has no sub\(\w+, getitem_1\)",
+    ),
     "computed in double": (lambda: traced(F32, computed=F64), "which batch norm computes"),
 }
 
@@ -536,6 +568,99 @@ class ByHand(nn.Module):
         return (x - average) * torch.rsqrt(spread + 1e-5)
 
 
+def masked(x, weight, bias, *_):
+    """Statistics of some of the batch, computed from it."""
+    mask = (x > 0).to(x.dtype)
+    count = mask.sum([0, 2, 3])
+    average = (x * mask).sum([0, 2, 3]) / count
+    centered = x - average.view(3, 1, 1)
+    spread = (centered * centered * mask).sum([0, 2, 3]) / count
+    return centered * (torch.rsqrt(spread + 1e-5) * weight).view(3, 1, 1) + bias.view(3, 1, 1)
+
+
+def of_another(x, weight, bias, mean, var):
+    """Statistics of a batch that is not the input's."""
+    other = x.relu()
+    inverse = torch.rsqrt(other.var([0, 2, 3], correction=0) + 1e-5)
+    return (x - other.mean([0, 2, 3]).view(3, 1, 1)) * (inverse * weight).view(3, 1, 1) + bias.view(3, 1, 1)
+
+
+def predicted(x, weight, bias, mean, var):
+    """Statistics that a layer makes, which trains through them."""
+    spread = torch.mv(weight.diag(), var)
+    return (x - mean.view(3, 1, 1)) * (torch.rsqrt(spread + 1e-5) * weight).view(3, 1, 1) + bias.view(3, 1, 1)
+
+
+COMPUTED = {
+    "of what a mask leaves": (masked, r"its div\w* is computed in the graph, by sum_\d \(aten.sum.dim_IntList\)"),
+    "of another batch": (of_another, r"its mean\w* is computed in the graph, by mean\w* \(aten.mean.dim\)"),
+    "by a layer": (predicted, r"its mv is computed in the graph, by mv \(aten.mv.default\)"),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_statistics_that_are_computed_are_no_running_statistics(name):
+    function, reason = COMPUTED[name]
+    with torch.no_grad():
+        program = make_fx(function, tracing_mode="fake")(*operands())
+    result = RaiseDecomposed()(program)
+    assert (result.program is program, len(result.declined)) == (True, 1)
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(result.declined[0].reason)
+
+
+def test_running_statistics_may_be_scaled():
+    def scaled(x, weight, bias, mean, var):
+        spread, average = (var * 2).to(x.dtype), mean.clone() + 1
+        return (x - average.view(3, 1, 1)) * (torch.rsqrt(spread + 1e-5) * weight).view(3, 1, 1) + bias.view(3, 1, 1)
+
+    with torch.no_grad():
+        program = make_fx(scaled, tracing_mode="fake")(*operands())
+    result = raised(program)
+    assert [e.after for e in result.edits] == [str(EVAL)]
+    close(result.program(*operands()), program(*operands()), F64)
+
+
+class Detached(nn.Module):
+    """Batch norm by hand; what is named passes no gradient on."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+
+    def forward(self, x):
+        def cut(name, tensor):
+            return tensor.detach() if name in self.names else tensor
+
+        x = cut("input", x)
+        spread, average = torch.var_mean(cut("statistics' input", x), [0, 2, 3], correction=0, keepdim=True)
+        return (x - cut("mean", average)) * torch.rsqrt(cut("variance", spread) + 1e-5)
+
+
+DETACHED = {
+    "the statistics' input": (("statistics' input",), "it has no sub(detach, getitem_1), which batch norm computes"),
+    "the mean": (("mean",), "its detach (aten.detach.default) passes no gradient on, and batch norm does"),
+    "the variance": (("variance",), "its detach (aten.detach.default) passes no gradient on, and batch norm does"),
+}
+
+
+@pytest.mark.parametrize("name", DETACHED)
+def test_a_detach_inside_the_chain_is_not_dropped(name):
+    names, reason = DETACHED[name]
+    program = export(Detached(*names), X)
+    assert len(calls(program, aten.detach.default)) == 1
+    assert [d.reason for d in RaiseDecomposed()(program).declined] == [reason]
+
+
+def test_batch_norm_of_a_detached_input_stays_of_it():
+    program = export(Detached("input"), X)
+    result = raised(program)
+    assert [e.after for e in result.edits] == [str(TRAIN)]
+    assert len(calls(result.program, aten.detach.default)) == 1
+    x = X.clone().requires_grad_()
+    assert result.program.module()(x).requires_grad is program.module()(x).requires_grad is False
+
+
 NOT_CANDIDATES = {
     "layer norm": lambda: nn.LayerNorm([5, 6]),
     "layer norm of the last dimension": lambda: nn.LayerNorm(6),
@@ -614,7 +739,7 @@ squeeze: f32[3] = getitem(_batch_norm_with_update_functional, 1)
 squeeze_1: f32[3] = getitem(_batch_norm_with_update_functional, 2)
 mul_1: f32[4, 3, 5, 6] = aten.mul.Tensor(mul, 2)
 mul_2: f32[4, 3, 5, 6] = aten.mul.Tensor(tangents_1, 2)
-new_ones: f32[3] = aten.new_ones.default(primals_1, [3])
+new_ones: f32[3] = aten.new_ones.default(squeeze_1, [3])
 batch_norm_backward: (f32[4, 3, 5, 6], NoneType, NoneType) = aten.batch_norm_backward.default(mul_2, primals_1, new_ones, None, None, squeeze, squeeze_1, True, 1e-05, [True, False, False], getitem_2)
 mul_10: f32[4, 3, 5, 6] = getitem(batch_norm_backward, 0)
 return [mul_1, mul_10]""",
