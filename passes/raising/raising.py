@@ -19,8 +19,7 @@ from ..graph.meta import carried, empty_val, val_of
 from ..graph.nest import graphs_of
 from ..graph.options import NO_FLAG, Command, Keeps
 from ..graph.result import Log, Program, Reason, Result, Subject
-from ..graph.signature import modules_of
-from ..rewriting.site import read_gradient, read_site
+from ..rewriting.site import module_of, read_gradient, read_site
 from ..rewriting.writing import wire_reserve, write_gradient, write_site
 from .chains import Chain, hold, live
 from .recognition import Candidate, find_candidates
@@ -90,7 +89,7 @@ def raise_decomposed(program: Any, *, inplace: bool = False) -> Any:
 def _subject(node: Node, path: str) -> Subject:
     """What the log says of a chain, by one of its nodes."""
     name = f"{path}.{node.name}" if path else node.name
-    return Subject(name, next(reversed(modules_of(node)), ""), ELEMENTARY)
+    return Subject(name, module_of(node), ELEMENTARY)
 
 
 def _raise_all(draft: Draft, path: str, graph: Graph, references: References, log: Log) -> None:

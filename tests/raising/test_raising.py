@@ -652,6 +652,20 @@ def test_a_detach_inside_the_chain_is_not_dropped(name):
     assert [d.reason for d in RaiseDecomposed()(program).declined] == [reason]
 
 
+def test_a_detached_output_stays_detached():
+    def function(x, weight, bias, mean, var):
+        y = batch_norm(x, weight, bias, mean, var)[0]
+        return y, y.detach() * 2
+
+    with torch.no_grad():
+        program = make_fx(function, tracing_mode="fake")(*operands())
+    result = raised(program)
+    (call,) = calls(result.program, TRAIN)
+    (detach,) = calls(result.program, aten.detach.default)
+    assert detach.args[0].args == (call, 0)
+    close(result.program(*operands()), program(*operands()), F64)
+
+
 def test_batch_norm_of_a_detached_input_stays_of_it():
     program = export(Detached("input"), X)
     result = raised(program)
