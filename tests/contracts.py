@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_batchnorm as tbn
 from programs import aten, export, fingerprint, same, saved_and_loaded, state_of, step
-from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, Dialect
+from torch_batchnorm.decomps.forms import BY_TARGET, GRADIENT_BY_TARGET
 from torch_batchnorm.passes import PASSES
 from torch_batchnorm.passes.graph.draft import Draft
 from torch_batchnorm.passes.graph.options import Keeps, options_of
@@ -256,11 +256,11 @@ def _keeps_numbers(instance, program, kind):
 
 
 def _runs_here(program):
-    """Whether no library's kernel is pinned that this machine lacks."""
+    """Whether each batch norm has a kernel on CPU: that of a library which this machine lacks may be pinned."""
     top = program.graph_module if isinstance(program, ExportedProgram) else program
     calls = {n.target for m in top.modules() if isinstance(m, GraphModule) for n in m.graph.nodes}
     forms = [form for rows in (BY_TARGET, GRADIENT_BY_TARGET) for t in calls & rows.keys() for form in rows[t]]
-    return not any(form.dialect is Dialect.VENDOR and "native" not in form.name for form in forms)
+    return all(torch._C._dispatch_has_computed_kernel_for_dispatch_key(f.overload.name(), "CPU") for f in forms)
 
 
 def _differentiable(program):

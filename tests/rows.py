@@ -17,8 +17,13 @@ class Appending(importlib.machinery.SourceFileLoader):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             added = rows.get(f"{fullname}:{getattr(targets[0], 'id', '')}", [])
             if added:
-                literal = next(n for n in ast.walk(node.value) if isinstance(n, ast.Tuple))
-                literal.elts += [ast.parse(row, mode="eval").body for row in added]
+                literal = next(n for n in ast.walk(node.value) if isinstance(n, ast.Tuple | ast.Dict))
+                if isinstance(literal, ast.Dict):
+                    more = ast.parse(f"{{{', '.join(added)}}}", mode="eval").body
+                    literal.keys += more.keys
+                    literal.values += more.values
+                else:
+                    literal.elts += [ast.parse(row, mode="eval").body for row in added]
         return compile(ast.fix_missing_locations(tree), self.path, "exec")
 
 
