@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 
 from torch.fx import Graph, Node
 
-from ...decomps.forms import BY_TARGET, GRADIENT_BY_TARGET, BatchNorm, Dialect, Form, Gradient, Statistics, form_of
+from ...decomps.forms import (
+    BY_TARGET,
+    GRADIENT_BY_TARGET,
+    UPDATED,
+    BatchNorm,
+    Dialect,
+    Form,
+    Gradient,
+    Statistics,
+    form_of,
+)
 from ...decomps.ops import filled_with
 from ...decomps.outputs import NEUTRAL
 from ..graph.meta import val_of
@@ -75,8 +85,13 @@ class Site(Call):
 
     @property
     def tracks(self) -> bool:
-        """Whether it can be read and has running statistics."""
-        return self.norm.running_mean is not None
+        """Whether it can be read and has running statistics, which constants are not that are there for this call
+        alone and whose update nothing reads: `decomposition_table()` fills them in, and can leave no note."""
+        mean, var = self.norm.running_mean, self.norm.running_var
+        if mean is None or self.norm.training is not True or any(map(self.used, UPDATED)):
+            return mean is not None
+        filled = is_fill(mean, NEUTRAL["running_mean"]) and is_fill(var, NEUTRAL["running_var"])
+        return not filled or any({*constant.users} != {self.node} for constant in (mean, var))
 
 
 @dataclass(frozen=True, eq=False)

@@ -216,7 +216,7 @@ def _entry(site: Site, names: dict[Node, str], state: set[str]) -> Entry:
         eps=_literal(norm.eps),
         momentum=_literal(norm.momentum),
         affine=" and ".join(f for f in ("weight", "bias") if tensors[f]) or "none",
-        stats="batch" if norm.running_mean is None else "running",
+        stats="running" if site.tracks else "batch",
         **tensors,
         counter=counter if counter in state else None,
         producer=_called(norm.input),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import torch_batchnorm as tbn
@@ -70,3 +71,14 @@ def test_what_the_user_cut_off_stays_cut_off(cut, more):
     frozen = tbn.freeze(program, affine=True)
     assert len([n for n in frozen.graph.nodes if n.target is aten.detach.default]) == len(detached) + more
     assert nodes(tbn.unfreeze(frozen)) == nodes(program)
+
+
+def test_statistics_that_the_decomposition_table_filled_in_do_not_train():
+    """The table can leave no note: they are constants that one call reads, and nothing reads their update."""
+    net = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3)).eval()
+    program = export(net, X).run_decompositions(tbn.decomposition_table())
+    assert [entry.stats for entry in tbn.inspect(program).entries] == ["batch", "running"]
+    for made in (tbn.Unfreeze(), tbn.SwitchMode("eval")):
+        assert made(program).modified is False, "the program does not train"
+    assert len(tbn.SwitchMode("train")(program).edits) == 1
+    assert len(tbn.Fold(alone="multiply_add")(program).edits) == 1
