@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from ...decomps.backends.selection import explain_backend
 from ...decomps.forms import FIELDS, UPDATED, Form, Statistics
 from ...errors import InvalidChoice
 from ..graph.draft import Draft
+from ..graph.meta import val_of
 from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import PROGRAM, Log, Program, Reason, Result, top_module
 from .dialect import to_functional, to_training
@@ -200,8 +201,8 @@ def _refuse_outputs(site: Site, form: Form, free: tuple[str, ...]) -> Reason:
 def _refuse_library(site: Site, pins: Vendor) -> Reason:
     """The rules of a library that a site breaks, where its shape is known, empty when none."""
     norm = site.norm
-    vals: dict[str, Any] = {f: getattr(getattr(norm, f), "meta", {}).get("val") for f in FIELDS[:5]}
-    if not isinstance(vals["input"], torch.Tensor):
+    vals: dict[str, Any] = {f: val_of(getattr(norm, f)) for f in FIELDS[:5]}
+    if vals["input"] is None:
         return Reason(f"the shape of its input is not known, and {pins.name} has rules")
     why = explain_backend(**vals, training=norm.training, eps=norm.eps, device=pins.devices[0])
     return Reason("" if why.backend is pins.backend else f"{pins.name} cannot run it: {why.reason}")
@@ -209,17 +210,11 @@ def _refuse_library(site: Site, pins: Vendor) -> Reason:
 
 def _set_cudnn_enabled(draft: Draft, enabled: bool, log: Log) -> None:
     """Sets the argument on every `aten.batch_norm`; logs those that were not written just now."""
-    written = {edit.site for edit in log.edits}
+    composite, written = row_of(aten.batch_norm.default), {edit.site for edit in log.edits}
     for site in find_sites(draft.graphs):
-        node, name = site.node, site.form.name
-        if site.form.overload is not aten.batch_norm.default:
-            continue
-        given = node.kwargs["cudnn_enabled"] if "cudnn_enabled" in node.kwargs else node.args[8]
-        if given is enabled:
-            continue
-        if "cudnn_enabled" in node.kwargs:
-            node.kwargs = {**node.kwargs, "cudnn_enabled": enabled}
-        else:
-            node.args = (*node.args[:8], enabled)
-        if site.name not in written:
-            log.edit(site, f"{name}, cudnn_enabled={given}", f"{name}, {enabled}")
+        given = site.norm.extras.get("cudnn_enabled", enabled)
+        if site.form is composite and given is not enabled:
+            changed = replace(site.norm, extras={**site.norm.extras, "cudnn_enabled": enabled})
+            site.node.args, site.node.kwargs = composite.write(changed)
+            if site.name not in written:
+                log.edit(site, f"{composite.name}, cudnn_enabled={given}", f"{composite.name}, {enabled}")
