@@ -171,7 +171,7 @@ def floor(quick: bool) -> Iterator[Bar]:
 def inplace(quick: bool) -> Iterator[Bar]:
     """In place, everything included, against torch.fx's own recompile of the same graph: in turns, on graphs as new."""
     sites, ratios, ours = 200 if quick else 1000, [], []
-    for turn in range(5 if quick else 25):
+    for turn in range(5 if quick else 13):
         modules = {way: chain(sites) for way in ("consolidate", "recompile")}
         runs = {"consolidate": tbn.Consolidate(inplace=True), "recompile": GraphModule.recompile}
         taken = {}
@@ -214,7 +214,7 @@ def pattern(quick: bool) -> Iterator[Bar]:
     }
     for which, (training, found, put, op, least) in rows.items():
         theirs, ours = [], []
-        for _ in range(2 if quick else 5):
+        for _ in range(2 if quick else 3):
             graphs = [chain(sites, training), chain(sites, training)]
             with no_recompile():
                 theirs.append(seconds(lambda g=graphs, p=(found, put): replace_pattern(g[0], *p), repeat=1))

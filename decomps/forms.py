@@ -141,7 +141,7 @@ class Form:
         """
         return str(self.overload)
 
-    @property
+    @cached_property
     def record(self) -> type[Any]:
         """What its calls are read as."""
         return Gradient if self.roles == GRADS else BatchNorm
@@ -199,14 +199,12 @@ class Form:
         given = self.given(args, kwargs)
         if not given.keys() >= self._asked:
             raise KeyError(next(a for a in (*self.arguments, *self.destinations.values()) if a not in given))
-        values = {name: given.get(name) for name in _RECORDED[self.record]}
         if self.mode is not Mode.FLAG:
-            values["training"] = self.mode is Mode.TRAIN
-        if self.record is Gradient and "output_mask" not in given:
-            values["output_mask"] = [True, True, True]
-        values["out"] = {role: given[name] for role, name in self.destinations.items()}
-        values["extras"] = {name: given[name] for name in self.extras}
-        return self.record(**values)
+            given["training"] = self.mode is Mode.TRAIN
+        given.setdefault("output_mask", [True, True, True])
+        out = {role: given[name] for role, name in self.destinations.items()}
+        extras = {name: given[name] for name in self.extras}
+        return self.record(*map(given.get, _RECORDED[self.record]), out, extras)
 
     def write(self, norm: BatchNorm | Gradient) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that spell `norm` as this overload: (args, kwargs)."""

@@ -48,7 +48,7 @@ class Draft:
 
     def fake(self, like: torch.Tensor, size: int | torch.SymInt, dtype: torch.dtype) -> torch.Tensor:
         """A `val` of shape [size] on the device of `like` for an output that nothing reads; made once."""
-        key = (str(size), dtype, like.device)
+        key = (size if type(size) is int else str(size), dtype, like.device)
         if key not in self._fakes:
             self._fakes[key] = empty_val(like, (size,), dtype)
         return self._fakes[key]

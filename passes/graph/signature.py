@@ -191,12 +191,15 @@ class ModuleCalls:
         entries = [copy_entry(entry, self._stands) for entry in self._found]
         if not self._left or not any(entry.signature for entry in entries):
             return entries
-        names = {node.name for node in graphs[0].nodes}
-        there = {path for graph in graphs for node in graph.nodes for path in modules_of(node)}
-        gone = {path for path, otherwise in self._left.items() if otherwise or path not in there}
+        names, gone = {node.name for node in graphs[0].nodes}, self._gone(graphs)
         # unflatten would look for what is not there
         lost = {e.fqn for e in entries if e.fqn and (e.fqn in gone or not named_in(e) <= names)}
         return [ModuleCallEntry(e.fqn) if e.fqn in lost else e for e in entries]
+
+    def _gone(self, graphs: Sequence[Graph]) -> set[str]:
+        """The modules that have no node left, or are called otherwise than their signatures say."""
+        there = {path for graph in graphs for node in graph.nodes for path in modules_of(node)}
+        return {path for path, otherwise in self._left.items() if otherwise or path not in there}
 
 
 def modules_of(node: Node) -> list[str]:

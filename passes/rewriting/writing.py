@@ -135,9 +135,12 @@ def _vals(draft: Draft, site: Site, spelled: BatchNorm, target: Form) -> Any:
     """The `val` of the new call, from that of the old one; None where it has none."""
     old = site.node.meta.get("val")
     known = dict(zip(site.form.roles, old if isinstance(old, tuple | list) else (old,), strict=False))
-    if known.get("out") is None:
+    out = known.get("out")
+    if out is None:
         return None
-    vals = tuple(output_val(draft, known, spelled, target, role) for role in target.roles)
+    if not spelled.training:
+        known = {"out": out}
+    vals = tuple([known[r] if r in known else output_val(draft, known, spelled, target, r) for r in target.roles])
     return vals[0] if target.roles == OUT else vals
 
 
