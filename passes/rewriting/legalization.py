@@ -18,12 +18,13 @@ from ..graph.draft import Draft
 from ..graph.meta import val_of
 from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import PROGRAM, Log, Program, Reason, Result, top_module
+from .completion import REBUILT
 from .dialect import to_functional, to_training
 from .elementary import refuse_elementary, write_elementary
 from .site import Call, GradientSite, Site, find_gradients, find_sites, read_site
 from .targets import NATIVE_GRADIENT, TARGETS, Target, row_of
 from .updates import Inputs
-from .writing import REBUILT, forward_of, rewrite, roles_kept, write_gradient, write_site
+from .writing import forward_of, rewrite, roles_kept, write_gradient, write_site
 
 aten = torch.ops.aten
 

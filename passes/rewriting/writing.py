@@ -5,18 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ...decomps.forms import BY_TARGET, OUT, UPDATED, BatchNorm, Dialect, Form, Gradient, Statistics
 from ...decomps.ops import Kind, kind_of
-from ...decomps.outputs import fill, like_of, returned
+from ...decomps.outputs import returned
 from ..graph.draft import Draft
-from ..graph.meta import carried, empty_val, val_of
+from ..graph.meta import carried, val_of
 from ..graph.result import Log
+from .completion import REBUILT, become, destinations, empty_like, fill_in, name_of, new_call, reserve
 from .notes import note_of, write_note
 from .site import Call, GradientSite, Site
 
@@ -49,10 +49,10 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
     that are written in place now are read there.
     """
     node, operands = site.node, site.node.all_input_nodes
-    filled: dict[str, Any] = {name: _fill(norm, node, name) for name in norm.missing if name in target.required}
+    filled: dict[str, Any] = {name: fill_in(norm, node, name) for name in norm.missing if name in target.required}
     spelled = replace(norm, **filled) if filled else norm
     if target.destinations:
-        spelled = replace(spelled, out=_destinations(draft, norm, node, target))
+        spelled = replace(spelled, out=destinations(draft, norm, node, target))
     vals = _vals(draft, site, spelled, target)
     call = _place(site, target)
     _respell(call, target, spelled)
@@ -77,9 +77,9 @@ def write_gradient(draft: Draft, site: GradientSite, norm: Gradient, target: For
     """
     call, operands = site.node, site.node.all_input_nodes
     filled: dict[str, Any] = (
-        {"weight": _fill(norm, call, "weight")} if norm.weight is None and "weight" in target.required else {}
+        {"weight": fill_in(norm, call, "weight")} if norm.weight is None and "weight" in target.required else {}
     )
-    call._rename(_name(target.overload))
+    call._rename(name_of(target.overload))
     _respell(call, target, replace(norm, **filled, out={}))
     _note(call, site, target, filled)
     last = call
@@ -96,7 +96,7 @@ def _place(site: Call, target: Form) -> Node:
     node, held = site.node, site.outputs.get("out", ())
     if site.form.roles == OUT and target.roles != OUT:
         with node.graph.inserting_before(node):
-            call = _call(node.graph, target.overload, ())
+            call = new_call(node.graph, target.overload, ())
         call.meta.update(carried(node, None))
         return call
     if target.roles == OUT and site.form.roles != OUT and held:
@@ -105,30 +105,14 @@ def _place(site: Call, target: Form) -> Node:
             held[0].meta.update(node.meta)
         return held[0]
     if site.form.roles != OUT:  # what is an output keeps its name, which a signature may refer to
-        node._rename(_name(target.overload))
+        node._rename(name_of(target.overload))
     return node
 
 
 def _respell(node: Node, target: Form, norm: BatchNorm | Gradient) -> None:
     """Makes a node the call of another form."""
     args, kwargs = target.write(norm)
-    _become(node, target.overload, args, kwargs)
-
-
-def _become(
-    node: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> None:
-    """Turns a node into another call, so that its users need no change."""
-    if node.target is not target:
-        node.target = target
-    _set_args(node, args)
-    if node.kwargs or kwargs:
-        node.kwargs = kwargs or {}
-
-
-# What `node.args = ` does, without the look-up tables that torch.fx writes anew whenever an attribute is set, as if it
-# were the target: the most that a batch norm cost.
-_set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset
+    become(node, target.overload, args, kwargs)
 
 
 def _vals(draft: Draft, site: Site, spelled: BatchNorm, target: Form) -> Any:
@@ -195,7 +179,7 @@ def _handed(
     if role in kept and target.roles != OUT:
         index = target.roles.index(role)
         if holder.target is not operator.getitem or holder.args != (call, index):
-            _become(holder, operator.getitem, (call, index))
+            become(holder, operator.getitem, (call, index))
         return True
     updated = (
         role in UPDATED and norm.training and norm.running_mean is not None
@@ -216,8 +200,8 @@ def _copied_out(site: GradientSite, last: Node, index: int, role: str, place: No
     with call.graph.inserting_after(last):
         grad = call.graph.call_function(operator.getitem, (call, index))
     with call.graph.inserting_after(grad):
-        copied = _call(call.graph, aten.copy_.default, (place, grad))
-    grad.meta = carried(call, _empty_like(place))
+        copied = new_call(call.graph, aten.copy_.default, (place, grad))
+    grad.meta = carried(call, empty_like(place))
     copied.meta = carried(call, val_of(place))
     for holder in site.outputs.get(role, ()):
         holder.replace_all_uses_with(copied)
@@ -248,7 +232,7 @@ def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
     made = forward_of(norm)
     forward = None if made is None else BY_TARGET[made.target][0]  # type: ignore[index]
     if made is None or forward is None or forward.dialect is not Dialect.FAMILY:
-        call.args = (*call.args[:-1], _reserve(draft, call, norm.input))
+        call.args = (*call.args[:-1], reserve(draft, call, norm.input))
         return
     index = forward.roles.index("reserve")
     held = [n for n in made.users if n.target is operator.getitem and n.args[1] == index]
@@ -260,91 +244,6 @@ def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
     call.args = (*call.args[:-1], held[0])
 
 
-def _reserve(draft: Draft, node: Node, input: Node) -> Node:
-    """An empty reserve ahead of a call."""
-    with node.graph.inserting_before(node):
-        made = _call(node.graph, aten.new_empty.default, (input, [0]), {"dtype": torch.uint8})
-    val = val_of(input)
-    made.meta = carried(node, None if val is None else draft.fake(val, 0, torch.uint8))
-    return made
-
-
-def _fill(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
-    """The neutral [C] tensor for a missing weight, bias or statistic ahead of a call."""
-    val = val_of(norm.input)
-    channels: Any = None if val is None else val.shape[1]
-    size = channels
-    with node.graph.inserting_before(node):
-        if type(channels) is not int:
-            size = _call(node.graph, aten.sym_size.int, (norm.input, 1))
-            size.meta = carried(node, channels)
-        filled: Node = fill(norm, name, size, partial(_call, node.graph))
-    filled.meta = carried(node, None if channels is None else _empty_like(like_of(norm), (channels,)))
-    return filled
-
-
-def _destinations(draft: Draft, norm: BatchNorm, node: Node, target: Form) -> dict[str, Any]:
-    """Where an `.out` call writes: the old destinations, and an empty one for a reserve that the old form lacks."""
-    absent = [role for role in target.destinations if role not in norm.out]
-    return {**norm.out, **{role: _reserve(draft, node, norm.input) for role in absent}}
-
-
-def _call(graph: Graph, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-    return graph.create_node("call_function", overload, args, kwargs, name=_name(overload))
-
-
-def _name(overload: Any) -> str:
-    """What torch.export names a call: after its op, and not its overload."""
-    return str(overload.overloadpacket.__name__)
-
-
-def _empty_like(node: Node, shape: Sequence[Any] | None = None) -> torch.Tensor | None:
-    """A new `val` like the node's own, of another shape if one is given; None when the node has none."""
-    val = val_of(node)
-    return None if val is None else empty_val(val, val.shape if shape is None else shape, val.dtype)
-
-
-def _cast(holder: Node, norm: BatchNorm, statistic: Node) -> Node:
-    """A running statistic in the dtype that kernels save it in, which is a wider one for half off the CPU."""
-    val, known = val_of(statistic), val_of(norm.input) is not None
-    dtype = returned(norm, "save_mean", val_of)[1] if known else None
-    if val is None or dtype in (None, val.dtype):
-        return statistic
-    with holder.graph.inserting_before(holder):
-        cast = _call(holder.graph, aten._to_copy.default, (statistic,), {"dtype": dtype})
-    cast.meta = carried(holder, empty_val(val, val.shape, dtype))
-    return cast
-
-
-def _copied(field: str, saved: bool = False) -> Callable[[Node, BatchNorm], None]:
-    def rebuild(holder: Node, norm: BatchNorm) -> None:
-        statistic = getattr(norm, field)
-        statistic = _cast(holder, norm, statistic) if saved else statistic
-        _become(holder, aten.clone.default, (statistic,))
-        holder.meta = carried(holder, _empty_like(statistic))
-
-    return rebuild
-
-
-def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
-    """1/sqrt(running_var + eps), which is what every kernel that saves it saves."""
-    var = _cast(holder, norm, norm.running_var)
-    with holder.graph.inserting_before(holder):
-        shifted = _call(holder.graph, aten.add.Tensor, (var, norm.eps))
-    shifted.meta = carried(holder, _empty_like(var))
-    _become(holder, aten.rsqrt.default, (shifted,))
-    holder.meta = carried(holder, _empty_like(var))
-
-
-# Outputs that the family's eval op does not return, or not in one shape: rebuilt from the running statistics.
-REBUILT: dict[str, Callable[[Node, BatchNorm], None]] = {
-    "save_mean": _copied("running_mean", saved=True),
-    "save_invstd": _inverse_deviation,
-    "new_running_mean": _copied("running_mean"),
-    "new_running_var": _copied("running_var"),
-}
-
-
 def _list_updates(draft: Draft, call: Node, norm: BatchNorm, target: Form) -> None:
     """Hands on the new running statistics that a form in a functional program wrote behind its schema."""
     after = call
@@ -353,5 +252,5 @@ def _list_updates(draft: Draft, call: Node, norm: BatchNorm, target: Form) -> No
         with call.graph.inserting_after(after):
             after = call.graph.call_function(operator.getitem, (call, index))
         vals = call.meta.get("val")
-        after.meta = carried(call, None if vals is None else _empty_like(statistic, (vals[0].shape[1],)))
+        after.meta = carried(call, None if vals is None else empty_like(statistic, (vals[0].shape[1],)))
         draft.mutate(statistic, call, after)
