@@ -82,6 +82,11 @@ class BatchNorm:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def tensors(self) -> tuple[Any, Any, Any, Any, Any]:
+        """What a backend is selected by: input, weight, bias, running_mean, running_var."""
+        return (self.input, self.weight, self.bias, self.running_mean, self.running_var)
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """The tensors this batch norm does without: any of weight, bias, running_mean, running_var."""
         return tuple(name for name in FIELDS[1:5] if getattr(self, name) is None)

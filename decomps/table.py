@@ -23,7 +23,8 @@ aten = torch.ops.aten
 Decomposition = Callable[..., Any]
 
 
-# The memory of a saved statistic -> the reserve that the family returned with it.
+# The memory of a saved statistic -> the reserve that the family returned with it: autograd hands a gradient that very
+# tensor, or a detached view of it.
 Reserves = WeakIdKeyDictionary
 
 
@@ -65,6 +66,7 @@ def _forward(form: Form, reserves: Reserves) -> Decomposition:
         empty = norm.training and guard_or_false(norm.input.numel() == 0)
         if stats is not (norm.running_var is not None) or not (stats or norm.training) or empty:
             return NotImplemented
+        # what eval saves stays as the family has it, (0,) on CPU: a table cannot know whether anything reads it
         found = _family(norm, in_place=stats and form.statistics is Statistics.IN_PLACE)
         reserves[found["save_invstd"].untyped_storage()] = found["reserve"]
         if not norm.training and form.statistics is Statistics.OUTPUTS:
@@ -94,7 +96,7 @@ def _gradient(form: Form, reserves: Reserves) -> Decomposition:
             reserve = reserves.get(norm.save_invstd.untyped_storage())  # type: ignore[no-untyped-call]
         if guard_or_false(norm.input.numel() == 0):
             return NotImplemented
-        if reserve is None:
+        if reserve is None:  # native saved what cuDNN would, and `register` sees to a gradient that lacks cuDNN's
             reserve = norm.input.new_empty((0,), dtype=torch.uint8)
         weight = norm.weight if norm.weight is not None else fill(norm, "weight", norm.input.shape[1])
         saved = {} if norm.training else {"save_mean": None, "save_invstd": None}

@@ -19,7 +19,8 @@ from .selection import explain_backend
 
 class _Forced(TorchFunctionMode):
     """Sends every call of the family in this thread to one library's own op, above autograd: whatever thread the
-    backward runs in, and whether the block is over by then, it is that op's.
+    backward runs in, and whether the block is over by then, it is that op's. PyTorch's own switches would take the
+    convolutions along.
     """
 
     def __init__(self, library: Vendor | None) -> None:
@@ -48,8 +49,7 @@ class _Forced(TorchFunctionMode):
 def _refuse_unless_possible(library: Vendor, name: str, norm: BatchNorm) -> None:
     if library is NATIVE:
         return
-    tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    why = explain_backend(*tensors, norm.training, norm.eps)
+    why = explain_backend(*norm.tensors, norm.training, norm.eps)
     if why.backend is not library.backend:
         raise InvalidChoice(f"{name} cannot run on {library.name}, which was asked for: {why}")
 

@@ -33,8 +33,7 @@ _BACKWARD = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]
 def no_update(*args: Any) -> Any:
     """`_batch_norm_no_update` on a device other than the CPU: by the op that eager PyTorch picks there in eval."""
     norm = _NO_UPDATE.read(args, {})
-    tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    chosen = torch._C._select_batch_norm_backend(*tensors, False, norm.eps)
+    chosen = torch._C._select_batch_norm_backend(*norm.tensors, False, norm.eps)
     return run_pinned(KERNELS[chosen.name.lower()], _NO_UPDATE, norm)
 
 
@@ -81,7 +80,7 @@ def _made(norm: BatchNorm | Gradient, role: str) -> Any:
     """A fake of one output: activations in the input's memory format, everything else as `returned` says."""
     if role in ("out", "grad_input"):
         return _like_input(norm.input)
-    if role == "reserve":
+    if role == "reserve" and isinstance(norm, BatchNorm):
         return _reserve(norm)
     shape, dtype = returned(norm, role)
     return norm.input.new_empty(shape, dtype=dtype)
@@ -92,12 +91,11 @@ def _like_input(input: Tensor) -> Tensor:
     return torch.empty_like(input, memory_format=suggest_memory_format(input))
 
 
-def _reserve(norm: Any) -> Any:
+def _reserve(norm: BatchNorm) -> Any:
     asked = norm.input.device.type == "cuda" and torch.cuda.is_available()
     if not asked or any(type(size) is not int for size in norm.input.shape):
         return norm.input.new_empty((0,), dtype=torch.uint8)
-    tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    return _get_batch_norm_reserve_tensor(*tensors, norm.eps, norm.training)
+    return _get_batch_norm_reserve_tensor(*norm.tensors, norm.eps, norm.training)
 
 
 def _fake_gradient(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +111,7 @@ def register() -> None:
     # a registration lives as long as its library, and this one as long as the process
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
+    # the keys of real devices alone, below tracing: no graph changes
     for key in ("CUDA", "MPS", "XPU"):
         if not _has_kernel("_batch_norm_no_update", key):
             library.impl("_batch_norm_no_update", no_update, key)

@@ -92,6 +92,9 @@ def _identity(options: str) -> str:
     return found.hexdigest()
 
 
+# The decision falls on this graph, which has shapes, layouts and modes: later, what is not kept would already have been
+# opaque to Inductor. So a site that is not kept is never touched.
+#
 # Marking, in a graph that Dynamo or torch.export made: in place, not normalised, its values under either of two names.
 
 _COMPOSITE = BY_TARGET[aten.batch_norm.default][0]
@@ -168,7 +171,6 @@ def _write(site: Site) -> None:
     """Replaces the call by the marked op. That returns the new statistics, which go where the call wrote them."""
     node, norm, graph = site.node, site.norm, site.node.graph
     target = nearest(Dialect.FAMILY, norm.training, Statistics.OUTPUTS, out=False)
-    writes = norm.training and norm.running_mean is not None and site.form.statistics is Statistics.IN_PLACE
     with graph.inserting_before(node):
         filled = {name: fill(norm, name, _channels(norm), graph.call_function) for name in norm.missing}
         args, _ = target.write(replace(norm, **filled))
@@ -183,7 +185,7 @@ def _write(site: Site) -> None:
                 held = output(role)
                 held.meta = dict(holder.meta)
                 holder.replace_all_uses_with(held)
-        for role, statistic in zip(UPDATED, (norm.running_mean, norm.running_var), strict=True) if writes else ():
+        for role, statistic in zip(UPDATED, (norm.running_mean, norm.running_var), strict=True) if site.writes else ():
             graph.call_function(aten.copy_.default, (statistic, output(role)))
     for dead in {holder: None for holders in site.outputs.values() for holder in holders} | {node: None}:
         graph.erase_node(dead)

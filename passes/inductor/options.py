@@ -21,8 +21,7 @@ def _auto(norm: BatchNorm) -> bool:
     """In training, where eager mode runs a vendor's kernel: losses drift apart without it (pytorch#187444)."""
     if not norm.training:
         return False
-    tensors = (norm.input, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    return select_backend(*tensors, True, norm.eps) not in (Backend.NATIVE, Backend.CPU)
+    return select_backend(*norm.tensors, True, norm.eps) not in (Backend.NATIVE, Backend.CPU)
 
 
 # What `keep` may be called by: which of the sites are kept.
