@@ -302,6 +302,17 @@ REMEDIES = {
         "it is frozen in a program that trains, and folding changes what weights learn",
         "switch the program to eval first",
     ),
+    "frozen beside a dropout that drops": (
+        lambda: exported(
+            edited(
+                lambda m, x: m.drop(m.bn(m.conv(x)).relu()),
+                drop=lambda: nn.Dropout(0.5),
+                edit=lambda m: m.drop.train(),
+            )
+        )[0],
+        "it is frozen in a program that trains, and folding changes what weights learn",
+        "switch the program to eval first",
+    ),
     "no shapes": (
         lambda: _without_vals(_read_twice()),
         r"the graph keeps no shapes \(no val\)",
@@ -325,5 +336,7 @@ def test_the_remedy_is_apart_from_the_reason_and_helps(name):
     option, is_an_option, _ = remedy.partition("=True")
     if is_an_option:
         assert Fold(**{option: True})(program).modified
+    if "frozen" in name:
+        assert Fold(force=True)(program).modified
     if "switch" in remedy:
         assert Fold()(switch_mode(program, "eval")).declined == ()
