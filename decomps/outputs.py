@@ -32,6 +32,18 @@ def like_of(norm: BatchNorm | Gradient) -> Any:
     return next((tensor for tensor in there if tensor is not None), norm.input)
 
 
+def channels_of(norm: BatchNorm | Gradient, of: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
+    """How many channels there are: as many as weight, bias and statistics have entries where several agree, else as
+    the input has. In a graph they are state, of which one knows, while what is noted of the input may be stale.
+
+    of: the value of what the record holds.
+    """
+    given = [of(t) for name in NEUTRAL if (t := getattr(norm, name, None)) is not None]
+    lengths = [tensor.numel() for tensor in given if tensor is not None]
+    agree = len(lengths) > 1 and len({*lengths}) == 1
+    return lengths[0] if agree else of(norm.input).shape[1]
+
+
 def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(*args, **kwargs)
 
@@ -68,7 +80,7 @@ def returned(
     first = next((tensor for tensor in given if tensor is not None), input)
     if role in ("save_mean", "save_invstd"):
         cpu = input.device.type == "cpu"
-        shape = (0,) if cpu and not norm.training else (input.shape[1],)
+        shape = (0,) if cpu and not norm.training else (channels_of(norm, of),)
         return shape, first.dtype if cpu or input.dtype not in HALF else torch.float32
     tensor: Any = of(norm.weight if role.startswith("grad") else getattr(norm, role.removeprefix("new_")))
-    return (input.shape[1],), first.dtype if tensor is None else tensor.dtype
+    return (channels_of(norm, of),), first.dtype if tensor is None else tensor.dtype

@@ -146,7 +146,7 @@ class Plan:
     def _alone(self, decision: Decision, affine: Affine) -> Reason:
         """Decides that a site is computed on its own, or with the one alone whose output it reads, or says why not."""
         source = decision.site.norm.input
-        val: Any = val_of(source)
+        val: Any = self.state.known(source, like=decision.site.norm.running_mean)
         if self.options.alone == "leave":
             return Reason()
         wide = val.dtype in HALF and not decision.convolves(self.options.alone)

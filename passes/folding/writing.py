@@ -79,7 +79,7 @@ class Writing:
             return None
         if held is None and not first.folds["up"] and not bool(group.bias.any()):
             return None
-        made: Any = val_of(first.call)
+        made: Any = self.state.known(first.call, like=first.layer.weight)
         dtype = made.dtype if first.form.bias is None else (held or weight).value().dtype
         bias = group.bias.to(dtype).to(weight.tensor.device)
         # a new bias learns if its weight does, or a shift that is in it
@@ -165,7 +165,8 @@ class Writing:
 
     def _alone(self, decision: Decision, affine: Affine, source: Node) -> Node:
         """One multiply-add, or one convolution, that computes what a site did: its last node."""
-        site, val = decision.site, val_of(source)
+        site = decision.site
+        val = self.state.known(source, like=site.norm.running_mean)
         assert val is not None
         channels, spatial = affine.scale.numel(), val.ndim - 2
         folded, ones, zeros = decision.convolves(self.plan.options.alone), [1] * spatial, [0] * spatial

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -20,6 +20,7 @@ from ...decomps.ops import Kind, Memory, kind_of, memory_of
 from .calls import arguments_of, measures
 from .draft import Draft
 from .effects import Effects, Storages, cast_of
+from .meta import empty_val, val_of
 from .nest import Call, Nest
 from .result import Reason
 from .signature import tensors_of
@@ -62,15 +63,8 @@ class Constant:
 
     def value(self) -> torch.Tensor:
         """What the operand is."""
-        return self._run({self.root: self.tensor, **self.others})
-
-    def _run(self, tensors: dict[Node, torch.Tensor]) -> torch.Tensor:
-        values: dict[Node, Any] = {root: tensor.detach() for root, tensor in tensors.items()}
-        last = self.root
-        for last in self.chain:
-            args, kwargs = map_arg((last.args, last.kwargs), values.__getitem__)
-            values[last] = last.target(*args, **kwargs)  # type: ignore[operator]
-        found: torch.Tensor = values[last]
+        leaves = {root: tensor.detach() for root, tensor in ((self.root, self.tensor), *self.others.items())}
+        found: torch.Tensor = run(self.chain, leaves) if self.chain else leaves[self.root]
         return found
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -91,6 +85,15 @@ class Constant:
         if self.maker is not None:
             return self.name, self.chain[-1]
         return self.name, *((str(node.target), str(arguments_of(node)[1:])) for node in self.chain)
+
+
+def run(steps: Sequence[Node], leaves: Mapping[Node, torch.Tensor]) -> Any:
+    """What the last of some nodes, which run in order, makes of the values that the rest of the graph gives them."""
+    values: dict[Node, Any] = dict(leaves)
+    for node in steps:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return values[steps[-1]]
 
 
 class Constants:
@@ -116,6 +119,7 @@ class Constants:
                 self.bound[node] = calls[0], calls[0].bound[node]
         self.handed = {(call.node, operand) for call, operand in self.bound.values()}  # what calls hand on by name
         self._known: dict[Node, Constant | Reason] = {}
+        self._read: dict[Node, torch.Tensor | None] = {}
         self._fixed: dict[str, Reason] = {}
         self._mutated = {target for target, value in draft.mutations() if value not in unchanged}
 
@@ -140,25 +144,62 @@ class Constants:
             self._known[operand] = self._constant(operand)
         return self._known[operand]
 
+    def known(self, node: Any, like: Any = None) -> torch.Tensor | None:
+        """A tensor of the shape, dtype and device that a node makes, None where that is not known.
+
+        What is read from the state is as the state is; anything else as its own `val` says, which may be stale: a
+        module is moved by `to` and its graph is not. like: an operand of the state that has its dtype, and tells so.
+        """
+        val = val_of(node)
+        if not isinstance(node, Node):
+            return None
+        if node not in self._read:
+            self._read[node] = self._as_read(node)
+        found, stale, true = self._read[node], val_of(like), self.known(like) if like is not None else None
+        if found is not None or val is None or stale is None or true is None or val.dtype != stale.dtype:
+            return val if found is None else found
+        return val if true.dtype == stale.dtype else empty_val(val, val.shape, true.dtype)
+
+    def _as_read(self, node: Node) -> torch.Tensor | None:
+        """A node's tensor in the state, fake where it is a view or is computed, None for what is read elsewhere."""
+        if node in self.names:
+            return self.tensors[self.names[node]]
+        steps = self._steps(node)
+        if steps is None:
+            return None
+        leaves = {n: self._fakes.from_tensor(self.tensors[self.names[n]].detach()) for n in steps if n in self.names}
+        with self._fakes:
+            found = run([n for n in steps if n not in leaves], leaves)
+        return found if isinstance(found, torch.Tensor) else None
+
+    @cached_property
+    def _fakes(self) -> FakeTensorMode:
+        return FakeTensorMode()
+
     def _constant(self, operand: Node) -> Constant | Reason:
         steps = self._steps(operand)
         if steps is None:
-            node = operand
-            while node not in self.names and hands_on(node) and node.all_input_nodes == [node.args[0]]:
-                node = node.args[0]  # type: ignore[assignment]
-            what = "an input" if node.op == "placeholder" else f"computed by {node.target}"
-            return Reason(f"{operand.name} is no constant of the program: {node.name} is {what}{quantization(node)}")
-        leaves = [node for node in steps if node in self.names]
-        for name in dict.fromkeys(self.names[leaf] for leaf in leaves):
-            if name not in self._fixed:
-                self._fixed[name] = refuse_entries(name, self.tensors[name]) or self._refuse_written(name)
-            if self._fixed[name]:
-                return self._fixed[name]
-        first, *rest = leaves
-        chain = tuple(node for node in steps if node not in self.names)
-        others = {leaf: self.tensors[self.names[leaf]] for leaf in rest}
-        name = self.names[first]
-        return self._refuse_overwritten(chain) or Constant(name, first, self.tensors[name], chain, others)
+            return self._refuse_computed(operand)
+        tensors = {node: self.tensors[self.names[node]] for node in steps if node in self.names}
+        chain = tuple(node for node in steps if node not in tensors)
+        refused = next(filter(None, map(self._refuse_state, tensors)), None) or self._refuse_overwritten(chain)
+        first = next(iter(tensors))
+        return refused or Constant(self.names[first], first, tensors.pop(first), chain, tensors)
+
+    def _refuse_computed(self, operand: Node) -> Reason:
+        """What an operand is that is not computed from the state alone."""
+        node = operand
+        while node not in self.names and hands_on(node) and node.all_input_nodes == [node.args[0]]:
+            node = node.args[0]  # type: ignore[assignment]
+        what = "an input" if node.op == "placeholder" else f"computed by {node.target}"
+        return Reason(f"{operand.name} is no constant of the program: {node.name} is {what}{quantization(node)}")
+
+    def _refuse_state(self, root: Node) -> Reason:
+        """Why a tensor of the state is no constant, by a node that brings it in."""
+        name = self.names[root]
+        if name not in self._fixed:
+            self._fixed[name] = refuse_entries(name, self.tensors[name]) or self._refuse_written(name)
+        return self._fixed[name]
 
     def _steps(self, operand: Node) -> list[Node] | None:
         """The state that an operand is computed from and the nodes that compute it, in order, None where something

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ...decomps.ops import OP_BY_TARGET, Kind, Memory, kind_of, memory_of, written_by
 from .meta import channel_axis, val_of
@@ -102,25 +102,17 @@ class Effects:
             seen |= set(sources)
         return found
 
-    def _sources(self, node: Node) -> list[Any]:
+    def _sources(self, node: Node) -> Iterable[Any]:
         """What a node may share its memory with, one step up."""
         nest = self.nest
         if node.op == "placeholder":
-            calls = [] if nest is None else nest.callers(nest.paths[node.graph])
-            # Of a call that is known by name alone, any operand may be it.
-            return [o for call in calls for o in ([call.bound[node]] if call.once else call.node.all_input_nodes)]
+            return [] if nest is None else _operands(nest, node)
         if node.op in ("get_attr", "output") or not may_alias(node):
             return []
         made: Any = node.args[0] if node.target is operator.getitem else node
-        calls = [] if nest is None else nest.calls(made)
-        if nest is None or not calls or not all(call.once for call in calls):
+        if nest is None or not self._hands_in(made):
             return [n for n in node.all_input_nodes if nest is None or n not in nest.holders]
-        found: list[Any] = []
-        for call in calls:
-            (returned,) = nest.graphs[call.nested].output_node().args
-            single = isinstance(returned, tuple | list) and made is not node
-            found += [returned[node.args[1]]] if single else _leaves(returned)  # type: ignore[index]
-        return found
+        return [value for call in nest.calls(made) for value in _values(nest.graphs[call.nested], made, node)]
 
     def accesses(self, node: Node) -> tuple[list[Node], list[Node]]:
         """Who reads the memory of a node's result and who writes it, as far as schemas say. Who runs a graph or a
@@ -145,7 +137,8 @@ class Effects:
         return self.nest is not None and not self.functional and self.nest.runs(user)
 
     def _hands_in(self, user: Node) -> bool:
-        return self.nest is not None and bool(self.nest.calls(user)) and not self.nest.runs(user)
+        calls = [] if self.nest is None else self.nest.calls(user)
+        return bool(calls) and all(call.once for call in calls)
 
     def _results(self, held: Node, user: Node) -> list[Node]:
         """The nodes that may share memory with one, by way of who reads it."""
@@ -159,8 +152,18 @@ class Effects:
         return [user] if may_alias(user) else []
 
 
-def _leaves(returned: Any) -> list[Any]:
-    return list(returned) if isinstance(returned, tuple | list) else [returned]
+def _operands(nest: Nest, placeholder: Node) -> Iterator[Any]:
+    """What the calls of a graph give a placeholder of it. Of a call that is not known, any operand may be it."""
+    for call in nest.callers(nest.paths[placeholder.graph]):
+        yield from [call.bound[placeholder]] if call.once else call.node.all_input_nodes
+
+
+def _values(graph: Graph, call: Node, node: Node) -> list[Any]:
+    """What a call of a graph returns to a node: the call itself, or the getitem of one value of it."""
+    (returned,) = graph.output_node().args
+    if not isinstance(returned, tuple | list):
+        return [returned]
+    return list(returned) if call is node else [returned[node.args[1]]]  # type: ignore[index]
 
 
 def _returned(caller: Node, output: Node, held: Node) -> Iterator[Node]:

@@ -128,23 +128,24 @@ class Nest:
         outside: the name of a placeholder of the top graph, None for one that has none. known: whether the placeholders
         of a nested graph are called as what this call binds to them; the first name counts.
         """
-        names: dict[Node, str] = {}
+        inputs = ((node, outside(node)) for node in self.graphs[""].find_nodes(op="placeholder"))
+        names = {node: name for node, name in inputs if name is not None}
         for path, graph in self.graphs.items():
-            for node in graph.find_nodes(op="placeholder") if not path else ():
-                if (name := outside(node)) is not None:
-                    names[node] = name
-            for node in graph.find_nodes(op="get_attr"):
-                if node not in self.holders:
-                    names[node] = f"{path}.{node.target}" if path else str(node.target)
-        calls = [call for held in self.by_path.values() for call in held if known(call)]
-        count = -1
-        while count < len(names):  # a graph may be called from one that comes after it
-            count = len(names)
-            for call in calls:
-                for placeholder, operand in call.bound.items():
-                    if isinstance(operand, Node) and operand in names:
-                        names.setdefault(placeholder, names[operand])
+            held = [node for node in graph.find_nodes(op="get_attr") if node not in self.holders]
+            names |= {node: f"{path}.{node.target}" if path else str(node.target) for node in held}
+        bound = [pair for calls in self.by_path.values() for c in calls if known(c) for pair in c.bound.items()]
+        _name_bound(names, bound)
         return names
+
+
+def _name_bound(names: dict[Node, str], bound: list[tuple[Node, Any]]) -> None:
+    """Names placeholders of nested graphs as their operands, which may be such placeholders: until there is no more."""
+    count = -1
+    while count < len(names):
+        count = len(names)
+        for placeholder, operand in bound:
+            if isinstance(operand, Node) and operand in names:
+                names.setdefault(placeholder, names[operand])
 
 
 def nest_of(program: Program) -> Nest:

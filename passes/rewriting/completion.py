@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...decomps.forms import BatchNorm, Form, Gradient
-from ...decomps.outputs import fill, like_of, returned
+from ...decomps.outputs import channels_of, fill, like_of, returned
 from ..graph.draft import Draft
 from ..graph.meta import carried, empty_val, val_of
 
@@ -43,7 +43,7 @@ def reserve(draft: Draft, node: Node, input: Node) -> Node:
 def fill_in(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
     """The neutral [C] tensor for a missing weight, bias or statistic ahead of a call."""
     val = val_of(norm.input)
-    channels: Any = None if val is None else val.shape[1]
+    channels: Any = None if val is None else channels_of(norm, val_of)
     size = channels
     with node.graph.inserting_before(node):
         if type(channels) is not int:

@@ -22,7 +22,7 @@ from ...decomps.forms import (
     form_of,
 )
 from ...decomps.ops import filled_with
-from ...decomps.outputs import NEUTRAL
+from ...decomps.outputs import NEUTRAL, channels_of
 from ..graph.meta import val_of
 from .notes import note_of
 
@@ -196,7 +196,7 @@ def _unreadable(norm: BatchNorm | Gradient) -> str:
     val = val_of(norm.input)
     if val is not None and val.ndim < 2:
         return f"its input is of rank {val.ndim}, expected [N, C, *]"
-    if val is not None and (wrong := _wrong_length(norm, val.shape[1])):
+    if val is not None and (wrong := _wrong_length(norm, channels_of(norm, val_of))):
         return wrong
     if type(norm.training) is not bool:
         return f"training is {_found_as(norm.training)}, not a literal True or False: the mode is not known"
