@@ -37,6 +37,7 @@ app = typer.Typer(
 )
 
 
+# Standard output is for what was asked for: it may be piped, and JSON is read from it.
 _progress = Console(stderr=True)
 
 
@@ -108,6 +109,7 @@ def _rewrite(source: Path, output: Path, report: bool, strict: bool, doing: str,
         loaded = load(source)
     with _step(doing):
         result = run(loaded.program)
+    # Before a refusal under --strict, so that it can be read why.
     if report:
         for table in result_tables(result):
             _out().print(table)
@@ -121,9 +123,9 @@ def _rewrite(source: Path, output: Path, report: bool, strict: bool, doing: str,
 
 
 def _parameter(option: Option) -> Parameter:
-    """An option of a pass as a parameter that typer makes a flag of; a glob or several of them is a flag to repeat."""
+    """An option of a pass as a parameter that typer makes a flag of."""
     kind, default = option.type, ... if option.default is MISSING else option.default
-    if Sequence in {get_origin(part) for part in get_args(kind)}:
+    if Sequence in {get_origin(part) for part in get_args(kind)}:  # one or several in Python: a flag to repeat
         kind, default = list[str], [default]
     shown: Any = typer.Option(default, *option.flags, help=escape(option.help))
     return Parameter(option.name, Parameter.KEYWORD_ONLY, default=shown, annotation=kind)
@@ -135,15 +137,12 @@ def _command(made: type[Pass]) -> Callable[[Callable[..., None]], None]:
     def add(function: Callable[..., None]) -> None:
         *asked, report, strict, _ = signature(function, eval_str=True).parameters.values()
         asked += [*(_parameter(option) for option in options_of(made) if option.flags), report, strict]
-
-        def run(**given: Any) -> None:
-            function(**given)
-
-        vars(run)["__signature__"] = Signature([p.replace(kind=p.KEYWORD_ONLY) for p in asked])
-        run.__annotations__ = {p.name: p.annotation for p in asked}
+        # typer reads what a command takes from here, and calls it with all of it by keyword
+        vars(function)["__signature__"] = Signature([p.replace(kind=p.KEYWORD_ONLY) for p in asked])
+        function.__annotations__ = {p.name: p.annotation for p in asked}
         command = made.command
         epilog = f"Example: torch-batchnorm {command.name} model.pt2 {command.example}"
-        app.command(command.name, help=escape(summary_of(made)), epilog=escape(epilog))(run)
+        app.command(command.name, help=escape(summary_of(made)), epilog=escape(epilog))(function)
 
     return add
 
@@ -152,14 +151,12 @@ def _add(made: type[Pass]) -> None:
     """Adds the command of a pass that takes a program and nothing else."""
 
     @_command(made)
-    def _run(
-        source: Source, output: Output, report: ShowReport = False, strict: Strict = False, **options: Any
-    ) -> None:
+    def run(source: Source, output: Output, report: ShowReport = False, strict: Strict = False, **options: Any) -> None:
         _rewrite(source, output, report, strict, f"Running {made.command.name}", made(**options))
 
 
 for _made in PASSES:
-    if not _made.command.data:
+    if not _made.command.data:  # those that take data are written below
         _add(_made)
 
 

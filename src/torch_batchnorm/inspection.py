@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import operator
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 from torch_batchnorm.decomps.backends.selection import explain_backend
@@ -19,6 +19,7 @@ from torch_batchnorm.decomps.forms import FIELDS
 from torch_batchnorm.errors import InvalidChoice
 from torch_batchnorm.passes.graph.nest import graphs_of, state_names
 from torch_batchnorm.passes.graph.result import Program
+from torch_batchnorm.passes.graph.signature import tensors_of
 from torch_batchnorm.passes.rewriting.site import Site, find_sites
 from torch_batchnorm.render import target_of, type_of
 from torch_batchnorm.tables import table, text_of
@@ -121,8 +122,7 @@ class Difference:
 def _brief(entry: Entry | None) -> str | None:
     if entry is None:
         return None
-    form = entry.form.removeprefix("aten.").removesuffix(".default")
-    return f"{form} ({entry.mode}) {entry.input or ''} eps={entry.eps} momentum={entry.momentum}"
+    return f"{_short(entry.form)} ({entry.mode}) {entry.input or ''} eps={entry.eps} momentum={entry.momentum}"
 
 
 def diff(left: Report, right: Report) -> Difference:
@@ -147,13 +147,17 @@ def diff(left: Report, right: Report) -> Difference:
 
 def _row(entry: Entry) -> tuple[object, ...]:
     node = f"{entry.graph}.{entry.node}" if entry.graph else entry.node
-    form = entry.form.removeprefix("aten.").removesuffix(".default")
     mode = f"unreadable: {entry.problem}" if entry.problem else entry.mode
     counted = f"{entry.stats}, counted" if entry.counter else entry.stats
     producer = entry.producer and entry.producer.partition(" ")[0]
     consumers = ", ".join(consumer.partition(" ")[0] for consumer in entry.consumers) or None
     shown = (entry.input, entry.eps, entry.momentum, entry.affine, counted, producer, consumers)
-    return (node, entry.module or None, form, mode, *shown)
+    return (node, entry.module or None, _short(entry.form), mode, *shown)
+
+
+def _short(form: str) -> str:
+    """An overload without what nearly all of them share: a table has room for little else."""
+    return form.removeprefix("aten.").removesuffix(".default")
 
 
 def inspect(program: Program, device: str | None = None) -> Report:
@@ -170,7 +174,7 @@ def inspect(program: Program, device: str | None = None) -> Report:
     """
     graphs = graphs_of(program)
     names = state_names(program)
-    state = set(program.state_dict) if isinstance(program, ExportedProgram) else _state(program)
+    state = tensors_of(program).keys()
     _known(device)
     return Report(tuple(replace(_entry(s, names, state), **_backend(s, device)) for s in find_sites(graphs)))
 
@@ -196,11 +200,7 @@ def _backend(site: Site, device: str | None) -> dict[str, Any]:
     return {"backend": found.backend.value, "why": f"{found.reason} ({found.note})" if found.note else found.reason}
 
 
-def _state(module: torch.nn.Module) -> set[str]:
-    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
-
-
-def _entry(site: Site, names: dict[Node, str], state: set[str]) -> Entry:
+def _entry(site: Site, names: dict[Node, str], state: Collection[str]) -> Entry:
     entry = Entry(site.node.name, site.path, site.module, site.form.name, problem=site.problem)
     norm = site.norm
     if norm.input is None:  # nothing of it could be read
