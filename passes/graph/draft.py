@@ -139,6 +139,7 @@ class Draft:
         """A new lifted constant at this place among the inputs: its placeholder."""
         graph = self.graphs[0][1]
         place = min(place, len(graph.find_nodes(op="placeholder")))
+        # by the graph's own order: find_nodes gives that in which nodes were made
         with graph.inserting_before(next(islice(graph.nodes, place, None))):
             node = graph.create_node("placeholder", name, name=name)
         node.meta["val"] = val
@@ -191,6 +192,7 @@ class Draft:
         return self.program
 
     def _copied(self) -> Program:
+        # torch's deep copy of a graph module loses hooks, tied names and which buffers are persistent: see copy_module
         made: dict[int, torch.nn.Module] = {}
         if not isinstance(self.program, ExportedProgram):
             copied: Any = copy_module(self.top, self._graphs, made)

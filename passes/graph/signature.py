@@ -146,6 +146,7 @@ class Listing:
         end = begin + sum(spec.kind in MUTATED for spec, _ in pairs)
         listed = pairs[begin:end] + [pair for pair in new if pair[0].target not in self._places]
         given = [(place, pair) for pair in new if (place := self._places.get(pair[0].target)) is not None]
+        # ascending: each place counts the mutations that are there by then, as it did when they were taken out
         for place, pair in sorted(given, key=lambda item: item[0]):
             listed.insert(place, pair)
         free = [pair for pair in new if self._places.get(pair[0].target, 0) is None]

@@ -42,7 +42,7 @@ def trace(
         named[:] = found
         return list(found.values())
 
-    with torch.no_grad():
+    with torch.no_grad():  # a gradient of the formula is not asked for, and would be traced with it
         graph = make_fx(traced, _allow_non_fake_inputs=True)(*in_one_mode(list(values.values()))).graph
     leaves = dict(zip(values, graph.find_nodes(op="placeholder"), strict=True))
     returned: Any = graph.output_node().args[0]

@@ -127,6 +127,8 @@ def _refuse_family(site: Site, inputs: Inputs | None) -> str:
     norm = site.norm
     if reason := _refuse_readers(site):
         return reason
+    # known to be empty: the legacy ops return an empty output. A dynamic batch, which torch.export admits from 0 by
+    # default, is rewritten, and the rewritten program raises when it is empty.
     if norm.training and 0 in (_shape(norm.input) or ()):
         return Reason("its batch is empty, which the family refuses in training")
     if site.form.destinations and (reason := _refuse_destinations(site, inputs is not None)):

@@ -40,6 +40,7 @@ def to_training(draft: Draft, log: Log) -> Reason:
             target = nearest(Dialect.FAMILY, True, Statistics.IN_PLACE, out=False)
             log.edit(site, site.form.name, target.name)
             write_site(draft, site, site.norm, target)
+    # what is left is written at the end, where nothing reads the old value any more; of a counter, where it is added to
     for placeholder, value in pairs:
         _write(placeholder, value, output)
     draft.become(functional=False)
@@ -93,6 +94,7 @@ def to_functional(draft: Draft, inputs: Inputs) -> Reason:
     updates = (_refuse_update(site, inputs) for site in find_sites(draft.graphs))
     if reason := next(filter(None, chain(refused, updates)), None):
         return reason
+    # A batch norm that writes is written as one that returns its statistics by whoever asked for the dialect.
     draft.become(functional=True)
     for node in writers:
         node.target, written = _functional_of(node), node.args[0]

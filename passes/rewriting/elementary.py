@@ -39,6 +39,7 @@ def _refuse_forward(site: Call) -> Reason:
             return Reason(f"its {role} is read, which elementary operations do not have")
     val = site.norm.input.meta["val"]
     few = all(type(size) is int for size in val.shape) and val.numel() <= val.shape[1]
+    # n / (n - 1) of one value; how many a dynamic batch has is only known when it runs
     single = site.norm.training and few
     return Reason("it has one value a channel or none: its unbiased variance is undefined" if single else "")
 

@@ -162,6 +162,7 @@ def _refuse_gradient(site: GradientSite, form: Form, target: Target, functional:
 
 def _refuse_pin(site: GradientSite, target: Target, functional: bool) -> str:
     """Why a gradient cannot be one library's: its forward, which has to be the same one's, will not be."""
+    # a library's gradient reads what its own forward saved: a reserve, statistics of its rounding
     made = forward_of(site.norm)
     if made is None or target.form is None:
         return Reason("its forward is not in the graph, and which kernel ran it is not known")
@@ -190,6 +191,7 @@ def _refuse_outputs(site: Site, form: Form, free: tuple[str, ...]) -> Reason:
     norm = site.norm
     moved = UPDATED if form.statistics is Statistics.IN_PLACE and norm.running_mean is not None else ()
     rebuilt = () if norm.training else REBUILT
+    # new statistics are read where a form writes them, and rebuilt from the running ones where nothing changes those
     known = (*roles_kept(site.form, norm, form), *rebuilt, *moved, *free)
     lost = next((role for role in site.outputs if site.used(role) and role not in known), None)
     if lost is not None:

@@ -57,6 +57,8 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
     call = _place(site, target)
     _respell(call, target, spelled)
     _describe(call, site, target, vals, filled)
+    # Who holds an output is not replaced, but becomes a read of the call: so every name that a signature, a module call
+    # graph or a person refers to is still there with its metadata, and an edit costs the same in any graph.
     kept, last = roles_kept(site.form, norm, target), call
     for role, holder in [(role, holder) for role, holders in site.outputs.items() for holder in holders]:
         if holder is not call and not _handed(draft, call, norm, target, kept, role, holder):
