@@ -9,7 +9,7 @@ it is met first, a literal is whatever is there, and what is there in place of a
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.fx import Node
@@ -27,18 +27,25 @@ Binding = Mapping[Any, Any]
 
 def unify(pattern: Pattern, anchor: Node) -> list[Binding]:
     """The bindings of a pattern whose anchor is this node, the longest chain first."""
-    found = list(_down(pattern, pattern.anchor, anchor, {"conflicts": 0}))
-    for root in pattern.roles.values():
-        found = [whole for part in found for whole in _with_output(pattern, root, part)]
-    found = [binding for binding in found if pattern.needed <= binding.keys()]
-    least = min((binding["conflicts"] for binding in found), default=0)
-    return [binding for binding in found if binding["conflicts"] == least]
+    found = _least(_down(pattern, pattern.anchor, anchor, {"conflicts": 0}))
+    first, *others = pattern.roles.values()
+    for root in others:
+        found = [_least([*_reached(pattern, root, part), part])[0] for part in found]
+    found = [whole for part in found for whole in _reached(pattern, first, part) or [part]]
+    return _least(binding for binding in found if pattern.needed <= binding.keys())
 
 
-def _with_output(pattern: Pattern, root: Node, binding: Binding) -> list[Binding]:
-    """The binding with an output, where that tells of an operand which is not bound yet and is in the graph."""
+def _least(found: Iterable[Binding]) -> list[Binding]:
+    """The bindings with the fewest conflicts."""
+    kept = list(found)
+    least = min((binding["conflicts"] for binding in kept), default=0)
+    return [binding for binding in kept if binding["conflicts"] == least]
+
+
+def _reached(pattern: Pattern, root: Node, binding: Binding) -> list[Binding]:
+    """The bindings that reach an output, where that tells of an operand which is not bound yet."""
     unbound = pattern.leaves.keys() - binding.keys()
-    return (list(_up(pattern, root, binding)) if unbound & pattern.behind[root] else []) or [binding]
+    return list(_up(pattern, root, binding)) if unbound & pattern.behind[root] else []
 
 
 def _up(pattern: Pattern, root: Node, binding: Binding) -> Iterator[Binding]:
@@ -48,11 +55,12 @@ def _up(pattern: Pattern, root: Node, binding: Binding) -> Iterator[Binding]:
     if term is root:
         yield binding
         return
-    parent = max(behind & term.users.keys())
-    for reader in _readers(bare(binding[term])):
-        if _called(reader) == _called(parent):
-            for found in _operands(pattern, parent, reader, binding):
-                yield from _up(pattern, root, found)
+    parent, readers = max(behind & term.users.keys()), [*_readers(bare(binding[term]))]
+    alike = [reader for reader in readers if _called(reader) == _called(parent)]
+    found = [deeper for reader in alike for deeper in _operands(pattern, parent, reader, binding)]
+    for deeper in found:
+        yield from _up(pattern, root, deeper)
+    for reader in () if found else readers:
         if weighed := _weighed(pattern, binding, reader):
             yield from _up(pattern, root, {**_conflicting(binding), **weighed, term: reader})
     if _left_out(pattern, parent) is term:
@@ -90,7 +98,8 @@ def _conflicting(binding: Binding) -> Binding:
 def _operands(pattern: Pattern, term: Node, node: Node, binding: Binding) -> Iterator[Binding]:
     """The bindings in which two calls of an op have the same operands, in either order where they commute."""
     asked, given = arguments_of(term), arguments_of(node)
-    for order in (given, given[1::-1]) if op_of(term) in COMMUTE else (given,):
+    commutes = op_of(term) in COMMUTE and given[0] is not given[1]
+    for order in (given, given[1::-1]) if commutes else (given,):
         found: list[Binding] = [{**binding, term: node}]
         for part, value in zip(asked, order, strict=False):
             found = [deeper for sofar in found for deeper in _down(pattern, part, value, sofar)]
