@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,15 +148,15 @@ def _name_bound(names: dict[Node, str], bound: list[tuple[Node, Any]]) -> None:
                 names.setdefault(placeholder, names[operand])
 
 
-def nest_of(program: Program) -> Nest:
-    """The graphs of a program and their calls."""
-    return Nest(top_module(program), graphs_of(program))
+def nest_of(program: Program, graphs: Iterable[tuple[str, Graph]] | None = None) -> Nest:
+    """The graphs of a program, or the copies of them that are given, and their calls."""
+    return Nest(top_module(program), graphs_of(program) if graphs is None else graphs)
 
 
-def state_names(program: Program) -> dict[Node, str]:
+def state_names(program: Program, graphs: Iterable[tuple[str, Graph]] | None = None) -> dict[Node, str]:
     """What each node that brings in state is called outside: a parameter's or buffer's FQN, a user input's name.
 
-    Placeholders of nested graphs are called as the operand they are bound to.
+    Placeholders of nested graphs are called as the operand they are bound to. graphs: copies under the same names.
     """
     inputs = input_specs(program)
 
@@ -164,10 +164,4 @@ def state_names(program: Program) -> dict[Node, str]:
         spec = inputs.get(node.name)
         return node.name if spec is None or spec.target is None else spec.target
 
-    return nest_of(program).names(outside, lambda call: True)
-
-
-def callers_of(top: GraphModule, graphs: Mapping[str, Graph]) -> dict[str, list[tuple[str, Node]]]:
-    """For each nested graph who calls it: the path of the calling graph, and the node there."""
-    calls = Nest(top, graphs.items()).by_path
-    return {path: [(call.path, call.node) for call in held] for path, held in calls.items()}
+    return nest_of(program, graphs).names(outside, lambda call: True)

@@ -15,11 +15,11 @@ from ...decomps.ops import OP_BY_TARGET, Kind
 from ..graph.draft import Draft
 from ..graph.journal import Entry, Journal
 from ..graph.meta import set_val
-from ..graph.nest import ONCE, callers_of
+from ..graph.nest import ONCE, Nest, nest_of, state_names
 from ..graph.result import Reason
 from ..graph.signature import tensors_of
 from ..rewriting.site import Site
-from ..rewriting.tracked import COUNTER, counter_beside, names_in, root_of
+from ..rewriting.tracked import COUNTER, counter_beside, root_of
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class Counters:
 
     def __init__(self, draft: Draft, journal: Journal) -> None:
         self.draft, self.journal = draft, journal
-        self.names = names_in(draft)
+        self.names = state_names(draft.program, draft.graphs)
         self.holders: dict[str, dict[Graph, Node]] = defaultdict(dict)  # the first node of each graph, by name outside
         for node, name in self.names.items():
             self.holders[name].setdefault(node.graph, node)
@@ -56,9 +56,9 @@ class Counters:
         return tensors_of(self.draft.program)
 
     @cached_property
-    def callers(self) -> dict[str, list[tuple[str, Node]]]:
-        """Who calls each nested graph."""
-        return callers_of(self.draft.top, self.graphs)
+    def nest(self) -> Nest:
+        """The calls between the graphs."""
+        return nest_of(self.draft.program, self.draft.graphs)
 
     def of(self, site: Site) -> str | None:
         """The name of the site's counter in the state, None when it has none."""
@@ -190,9 +190,9 @@ class Counters:
                 return counter, _first_for(node)
             if not path and not isinstance(self.draft.program, ExportedProgram):
                 return self._get(name), _first_for(node)
-            if path not in self.callers:
+            if not (calls := self.nest.callers(path)):
                 return None
-            path, node = self.callers[path][0]
+            path, node = calls[0].path, calls[0].node
 
     def _get(self, name: str) -> Node:
         graph = self.graphs[""]
@@ -216,12 +216,12 @@ class Counters:
         """Why a nested site cannot train, empty when it can: its graph does not run just once for each call."""
         path = site.path
         while path:
-            calls = self.callers.get(path, [])
-            kinds = {node.op if node.op == "call_module" else getattr(node.target, "__name__", "") for _, node in calls}
+            calls = self.nest.callers(path)
+            kinds = {call.kind for call in calls}
             if len(calls) != 1 or not kinds <= {*ONCE, "call_module"}:
                 found = ", ".join(sorted(kinds)) or "nothing"
                 return Reason(f"its graph {path} is called by {found}, which may not run it once for each batch")
-            path = calls[0][0]
+            path = calls[0].path
         return Reason()
 
 

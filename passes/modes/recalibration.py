@@ -14,10 +14,11 @@ from torch.export import ExportedProgram
 from ...decomps.forms import BatchNorm, Form
 from ...errors import InvalidBatchNorm, InvalidChoice
 from ..graph.draft import Draft, with_tensors
+from ..graph.nest import state_names
 from ..graph.options import NO_FLAG, Command, Keeps, flag
 from ..graph.result import Log, Program, Result, top_module
 from ..rewriting.site import Site, find_sites
-from ..rewriting.tracked import names_in, root_of
+from ..rewriting.tracked import root_of
 from ..rewriting.trains import find_random, is_frozen, is_training
 
 aten = torch.ops.aten
@@ -140,7 +141,7 @@ class Recalibrate:
     def _measuring(self, module: Any, log: Log) -> tuple[dict[tuple[str, str], Tally], Program]:
         """What to count by the names of mean and variance, and a copy of the module that counts."""
         draft, buffers = Draft(module), {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        names, sites = names_in(draft), list(find_sites(draft.graphs))
+        names, sites = state_names(draft.program, draft.graphs), list(find_sites(draft.graphs))
         trains = is_training(sites, find_random(draft.graphs))
         tallies: dict[tuple[str, str], Tally] = defaultdict(Tally)
         for site in sites:  # all of them before the first one changes: a second call's statistics are the first one's

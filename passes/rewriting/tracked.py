@@ -10,8 +10,6 @@ import torch
 from torch.fx import Node
 
 from ...decomps.forms import BY_TARGET, UPDATED, form_of
-from ..graph.draft import Draft
-from ..graph.nest import graphs_of, state_names
 
 aten = torch.ops.aten
 
@@ -53,16 +51,3 @@ def _record(call: Node) -> Any:
         return None
     form = form_of(call.target, call.args, call.kwargs)  # type: ignore[arg-type]
     return form, form.read(call.args, call.kwargs)
-
-
-def names_in(draft: Draft) -> dict[Node, str]:
-    """What each node of a draft that brings in state is called outside, as `state_names` says of a program."""
-    names = state_names(draft.program)
-    if draft.inplace:
-        return names
-    twins = {}
-    for (_, old), (_, new) in zip(graphs_of(draft.program), draft.graphs, strict=True):
-        for op in ("placeholder", "get_attr"):
-            pairs = zip(old.find_nodes(op=op), new.find_nodes(op=op), strict=True)
-            twins.update({mine: names[node] for node, mine in pairs if node in names})
-    return twins
