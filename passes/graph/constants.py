@@ -162,6 +162,7 @@ class Constants:
 
     def _as_read(self, node: Node) -> torch.Tensor | None:
         """A node's tensor in the state, fake where it is a view or is computed, None for what is read elsewhere."""
+        # the tensor itself: nothing is run for what the state holds as it is read, which is nearly all
         if node in self.names:
             return self.tensors[self.names[node]]
         steps = self._steps(node)
@@ -227,6 +228,7 @@ class Constants:
             return False
         if not isinstance(target, OpOverload):  # sizes are computed by Python's operators
             return target is operator.getitem or getattr(target, "__module__", "") == "_operator"
+        # autocast decides by op in which dtype it runs, which evaluating it out here would not
         casts = any(call.kind == "wrap_with_autocast" for call in self._around(node))
         plain = target.namespace in ("aten", "prims") and not target._schema.is_mutable
         return plain and not casts and torch.Tag.nondeterministic_seeded not in target.tags

@@ -44,6 +44,7 @@ def widened(node: Node) -> Node | None:
     source = cast_of(node)
     if source is None:
         return None
+    # what was rounded on the way is another value
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     return source if torch.promote_types(before, after) == after else None
 
@@ -120,6 +121,7 @@ class Effects:
         """
         reads: list[Node] = []
         writes: list[Node] = []
+        # up to where the memory comes from, and down again from there: who writes to it may read another view of it
         work = self.bases(node)
         seen = set(work)
         while work:
@@ -191,6 +193,7 @@ class Storages:
         """Notes where a tensor lies. What is no strided tensor shares its memory with nothing that can be seen."""
         if tensor.layout is not torch.strided:
             return
+        # bytes, not storages: buffers that lie side by side in one storage do not see each other's writes
         size, storage = tensor.element_size(), int(tensor.untyped_storage()._cdata)
         begin = int(tensor.storage_offset()) * size
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -53,7 +53,7 @@ class State(Constants):
         if beside in self.bound:
             call, operand = self.bound[beside]
             outer = self.node(operand, name)
-            last = graph.find_nodes(op="placeholder")[-1]
+            last = graph.find_nodes(op="placeholder")[-1]  # calls take their operands in this order
             with graph.inserting_after(last):
                 node = graph.placeholder(outer.name)
             call.node.args = (*call.node.args, outer)
@@ -99,6 +99,7 @@ class State(Constants):
         """Takes everything dead out of the state and the signature, under all its names, and what `beside` says goes
         with it.
         """
+        # a tied tensor is dead under all its names, or the state would keep it alive under the others
         for name in list(self._dead):
             self._dead |= {other for other in self.storages.sharing(name) if self.tensors[other] is self.tensors[name]}
         gone = {name for name in self._dead if self._free(name)}
