@@ -24,6 +24,7 @@ from ..rewriting.tracked import COUNTER, counter_beside, root_of
 aten = torch.ops.aten
 
 _ADD, _ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
+_SPELLED = {op: str(op) for op in (_ADD, _ADD_IN_PLACE)}
 
 # What a constant passes through between its place in the state and the add.
 _WRAPS = (
@@ -41,9 +42,10 @@ class Counters:
     def __init__(self, draft: Draft, journal: Journal) -> None:
         self.draft, self.journal = draft, journal
         self.names = state_names(draft.program, draft.graphs)
-        self.holders: dict[str, dict[Graph, Node]] = defaultdict(dict)  # the first node of each graph, by name outside
+        self.holders: dict[str, dict[Graph, Node]] = defaultdict(dict)  # the first of each graph, by name
         for node, name in self.names.items():
-            self.holders[name].setdefault(node.graph, node)
+            if name.endswith(COUNTER):
+                self.holders[name].setdefault(node.graph, node)
         self.graphs = dict(draft.graphs)
         self.adds: dict[str, list[Node]] = {}
         self.written: dict[Node, list[Node]] = defaultdict(list)
@@ -85,14 +87,16 @@ class Counters:
                 reason = Reason(f"{found}: which add is whose is not known")
                 paired.update((site.node, reason) for site in counted)
             elif adds:
-                paired.update(zip((site.node for site in counted), adds, strict=True))
+                for site, add in zip(counted, adds, strict=True):
+                    paired[site.node] = add
         return paired
 
     def _adds_of(self, name: str) -> list[Node]:
         """Every add of one to this counter, in the order of the graphs and in each as they run."""
         held = self.holders.get(name, {})
-        graphs = held if len(held) < 2 else [graph for _, graph in self.draft.graphs if graph in held]
-        return [add for graph in graphs for add in self._updates_of(held[graph])]
+        if len(held) == 1:
+            return self._updates_of(*held.values())
+        return [add for _, graph in self.draft.graphs if graph in held for add in self._updates_of(held[graph])]
 
     def _updates_of(self, counter: Node) -> list[Node]:
         """Every add of one that updates a counter, in order: in place, or towards the value that is written to it. What
@@ -128,7 +132,7 @@ class Counters:
         if add is None:
             return None
         counter: Any = add.args[0]
-        one, op = add.args[1], str(add.target)
+        one, op = add.args[1], _SPELLED[add.target]  # type: ignore[index]
         before = _first_for(site.node) if add.graph is site.node.graph else None
         place = root_of(counter) if add.users else counter
         entry = {"op": op, **self.journal.take_update(add, counter, place, before)}

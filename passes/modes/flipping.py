@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ from ..rewriting.writing import forward_of, output_val
 from .counters import Counters
 
 aten = torch.ops.aten
+
+_NONE = Reason()
+
+# What a gradient alone may read of a site that changes its mode.
+_SAVED = ("save_mean", "save_invstd", "reserve", "impl_index")
+
+# `node.args = ...` without fx's look at the attribute's name, which costs as much again.
+_set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset
 
 
 class Switch:
@@ -49,11 +57,11 @@ class Switch:
         """
         training = [s for s in sites if s.tracks and s.norm.training is True]
         adds = self.counters.pair(training)
-        told = {site.node: Reason() for site in training if chosen is None or site.node in chosen}
+        told = {site.node: _NONE for site in training if chosen is None or site.node in chosen}
         for site in reversed(training):
             if site.node in told:
                 add = adds.get(site.node)
-                unpaired = add if isinstance(add, Reason) else Reason()
+                unpaired = add if isinstance(add, Reason) else _NONE
                 reason = self._refuse_switch(site) or unpaired or self._refuse_eval(site)
                 told[site.node] = reason
                 if not reason:
@@ -70,7 +78,7 @@ class Switch:
             if reason := _refuse_gradient(gradient):
                 return reason
         reason = _refuse_readers(site, {gradient.node for gradient in gradients})
-        return reason or (_refuse_places(site) if site.form.destinations else Reason())
+        return reason or (_refuse_places(site) if site.form.destinations else _NONE)
 
     def _refuse_eval(self, site: Site) -> Reason:
         """Why a training site cannot be switched to eval and back, empty when it can."""
@@ -89,7 +97,7 @@ class Switch:
                 if (reader := next((u for u in later if u not in gradients), None)) is not None:
                     found = f"{reader.name} reads {statistic.name} as it was before the update"
                     return Reason(f"{found}: in eval there is no other")
-        return Reason()
+        return _NONE
 
     def _to_eval(self, site: Site, add: Node | None) -> None:
         node, norm, form = site.node, site.norm, site.form
@@ -151,7 +159,7 @@ class Switch:
         if note is None and site.norm.momentum == 0:
             text = "its momentum is 0, as torch writes momentum=None in eval"
             return Reason(text, "export in training, with tbn.exportable")
-        unknown = Reason() if note is not None else self.counters.refuse_shared(site)
+        unknown = _NONE if note is not None else self.counters.refuse_shared(site)
         if reason := unknown or _refuse_single(site):
             return reason
         if self.inputs is not None and target.statistics is Statistics.OUTPUTS:
@@ -223,17 +231,17 @@ def _refuse_gradient(gradient: GradientSite) -> Reason:
     norm = gradient.norm
     if gradient.form.mode is not Mode.FLAG or norm.running_mean is None or norm.running_var is None:
         return Reason(f"its gradient {gradient.name} ({gradient.form.name}) knows batch statistics alone")
-    return Reason()
+    return _NONE
 
 
 def _refuse_readers(site: Site, gradients: Collection[Node]) -> Reason:
     """Why what reads a saved statistic stands against another mode, empty when nothing does but a gradient."""
-    for role in ("save_mean", "save_invstd", "reserve", "impl_index"):
+    for role in _SAVED if len(site.outputs) > 1 else ():
         for holder in site.outputs.get(role, ()):
             if other := next((u for u in _readers(holder) if u not in gradients), None):
                 read = f"its {role} is read by {other.name} ({other.target})"
                 return Reason(f"{read}, and is another value in the other mode")
-    return Reason()
+    return _NONE
 
 
 def _readers(holder: Node) -> list[Node]:
@@ -249,7 +257,7 @@ def _refuse_places(site: Site) -> Reason:
     places = [site.norm.out[role] for role in ("save_mean", "save_invstd") if role in site.norm.out]
     if any(user > site.node for place in places for user in place.users):
         return Reason(f"the out arguments of {site.form.name} that hold its saved statistics are read later")
-    return Reason()
+    return _NONE
 
 
 def _refuse_single(site: Site) -> Reason:
@@ -257,7 +265,7 @@ def _refuse_single(site: Site) -> Reason:
     val = val_of(site.norm.input)
     if val is not None and all(type(size) is int for size in val.shape) and val.numel() == val.shape[1] > 0:
         return Reason(f"its input {list(val.shape)} has one value a channel: batch statistics are not defined")
-    return Reason()
+    return _NONE
 
 
 def learning(site: Site) -> dict[str, Node]:
@@ -298,7 +306,7 @@ def set_field(node: Node, form: Form, field: str, value: Any) -> None:
     """Sets one argument of a call, by position or by keyword as it was given."""
     index = form.arguments.index(field)
     if index < len(node.args):
-        node.args = (*node.args[:index], value, *node.args[index + 1 :])
+        _set_args(node, (*node.args[:index], value, *node.args[index + 1 :]))
     else:
         node.kwargs = {**node.kwargs, form.schema_names[index]: value}
 

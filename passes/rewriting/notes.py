@@ -57,7 +57,12 @@ def note_of(node: Node) -> dict[str, Any]:
 
 def write_note(node: Node, **changes: Any) -> None:
     """Adds to what a node remembers; None makes it forget. Copies share metadata: nothing is changed in place."""
-    note = {key: value for key, value in {**note_of(node), **changes}.items() if value is not None}
+    note = note_of(node)
+    for key, value in changes.items():
+        if value is not None:
+            note[key] = value
+        else:
+            note.pop(key, None)
     if custom := with_note(node.meta.get("custom"), note):
         node.meta["custom"] = custom
     else:
@@ -66,8 +71,11 @@ def write_note(node: Node, **changes: Any) -> None:
 
 def with_note(custom: Any, note: dict[str, Any]) -> dict[str, Any]:
     """`meta["custom"]` with this note in place of the one it had; without any where there is nothing to note."""
-    others = {key: value for key, value in custom.items() if key != ORIGIN} if isinstance(custom, dict) else {}
-    return {**others, ORIGIN: {"format": FORMAT, **note}} if note else others
+    others = dict(custom) if isinstance(custom, dict) else {}
+    others.pop(ORIGIN, None)
+    if note:
+        others[ORIGIN] = {"format": FORMAT, **note}
+    return others
 
 
 def forget(call: Node, *keys: str) -> None:

@@ -207,11 +207,10 @@ def _unreadable(norm: BatchNorm | Gradient) -> str:
 
 def _wrong_length(norm: BatchNorm | Gradient, channels: Any) -> str:
     """The first of weight, bias and statistics that is known not to be [C]: some kernels of the family read on."""
-    for name in NEUTRAL:
-        val = val_of(getattr(norm, name, None))
-        if val is None or type(channels) is not int or val.numel() == channels:
-            continue
-        return f"{name} has {val.numel()} elements, expected {channels}, one for each channel of the input"
+    known = {name: val_of(getattr(norm, name, None)) for name in NEUTRAL} if type(channels) is int else {}
+    for name, val in known.items():
+        if val is not None and val.numel() != channels:
+            return f"{name} has {val.numel()} elements, expected {channels}, one for each channel of the input"
     return ""
 
 
