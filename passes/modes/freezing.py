@@ -53,12 +53,15 @@ class Freeze:
         for site in chosen:
             if reason := refused.get(site.node, Reason()):
                 log.decline(site, reason)
-                continue
-            write_note(site.node, frozen="asked")
-            stopped = self.affine and detach(read_site(site.node, site.path))
-            what = "frozen, weight and bias too" if stopped else "frozen"
-            log.edit(site, site.form.name, f"{site.node.target} ({what})")
+            else:
+                self._freeze(site, log)
         return log.result(draft.build() if log.edits else program)
+
+    def _freeze(self, site: Site, log: Log) -> None:
+        write_note(site.node, frozen="asked")
+        stopped = self.affine and detach(read_site(site.node, site.path))
+        what = "frozen, weight and bias too" if stopped else "frozen"
+        log.edit(site, site.form.name, f"{site.node.target} ({what})")
 
     def _wanted(self, site: Site) -> bool:
         note = note_of(site.node)

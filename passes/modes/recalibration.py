@@ -153,10 +153,7 @@ class Recalibrate:
                 log.decline(site, reason)
             else:
                 tallies[mean, var].sites.append(site)
-        shared = Counter(name for key in tallies for name in key)
-        for key in [key for key in tallies if any(shared[name] > 1 for name in key)]:
-            reason = f"it shares one of {', '.join(key)} with a batch norm that does not share the other"
-            _decline(log, tallies.pop(key).sites, reason)
+        _decline_half_shared(log, tallies)
         for tally in tallies.values():
             for site in tally.sites:
                 site.node.target = _recorder(site.form, tally, self.momentum)
@@ -211,6 +208,14 @@ def recalibrate(
     tensor([3.])
     """
     return Recalibrate(momentum, method, progress, inplace)(program, batches).program
+
+
+def _decline_half_shared(log: Log, tallies: dict[tuple[str, str], Tally]) -> None:
+    """Takes out the batch norms that share a mean or a variance with one that has another one of the other."""
+    shared = Counter(name for key in tallies for name in key)
+    for key in [key for key in tallies if any(shared[name] > 1 for name in key)]:
+        reason = f"it shares one of {', '.join(key)} with a batch norm that does not share the other"
+        _decline(log, tallies.pop(key).sites, reason)
 
 
 def _decline(log: Log, sites: Iterable[Site], reason: str) -> None:
