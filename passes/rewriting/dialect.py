@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.fx.node import map_arg
 from ...decomps.counterparts import nearest
 from ...decomps.forms import BY_TARGET, UPDATED, Dialect, Statistics
 from ..graph.draft import Draft
-from ..graph.effects import may_alias
+from ..graph.effects import detaches, may_alias
+from ..graph.meta import val_of
 from ..graph.result import Log, Reason
 from .site import Site, find_sites
 from .updates import Inputs
@@ -42,7 +44,7 @@ def to_training(draft: Draft, log: Log) -> Reason:
             write_site(draft, site, site.norm, target)
     # what is left is written at the end, where nothing reads the old value any more; of a counter, where it is added to
     for placeholder, value in pairs:
-        _write(placeholder, value, output)
+        _write(draft, placeholder, value, output)
     draft.become(functional=False)
     return Reason()
 
@@ -70,17 +72,38 @@ def _ends_with_its_update(site: Site, mutated: set[Node], returned: list[Any]) -
     return last and not any(holder in returned for holder in new)
 
 
-def _write(placeholder: Node, value: Node, output: Node) -> None:
+def _write(draft: Draft, placeholder: Node, value: Node, output: Node) -> None:
     """Writes a value that was listed as a mutation into its placeholder, unless its batch norm did."""
     if value is placeholder or value._erased or value.graph is not output.graph:
         return
+    # A program that lists its mutations hands a value out, and no gradient comes back by it. Written as it is, the
+    # value would leave its history in the buffer: the next step would go back through this one, whose memory is freed,
+    # and batch norm refuses statistics that require a gradient. A caller's own tensor gets its history, as in eager.
+    learns = draft.input_target(placeholder) is not None and _may_learn(value, placeholder)
     counts = value.target is aten.add.Tensor and value.args[0] is placeholder and not value.users
-    if counts and all(user <= value for user in placeholder.users):
+    if counts and not learns and all(user <= value for user in placeholder.users):
         value.target = aten.add_.Tensor
         return
+    described: dict[str, Any] = {
+        key: value.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in value.meta
+    }
     with output.graph.inserting_before(output):
+        if learns:
+            value = output.graph.create_node("call_function", aten.detach.default, (value,), name="detach")
+            value.meta = {**described}
         written = output.graph.create_node("call_function", aten.copy_.default, (placeholder, value), name="copy_")
-    written.meta = {key: value.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in value.meta}
+    written.meta = described
+
+
+def _may_learn(value: Node, placeholder: Node) -> bool:
+    """Whether a value may require a gradient: not an integer, nor the statistics that a batch norm returns."""
+    val = val_of(value)
+    if val is not None and not (val.is_floating_point() or val.is_complex()):
+        return False
+    if value.target is operator.getitem and value.all_input_nodes[0].target in BY_TARGET:
+        return False
+    made_of = [value] if value.op == "placeholder" else value.all_input_nodes
+    return not detaches(value) and any(node is not placeholder for node in made_of)
 
 
 def to_functional(draft: Draft, inputs: Inputs) -> Reason:

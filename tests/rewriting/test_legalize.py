@@ -423,6 +423,46 @@ def test_no_gradient_goes_through_the_statistics(target):
         assert not any(buffer.requires_grad for buffer in module.buffers())
 
 
+class Averages(nn.Module):
+    """Keeps a moving average of what it computes, added in place, beside a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.average.add_(y.mean().detach())
+        self.seen.add_(1)
+        return self.bn(y)
+
+
+def test_statistics_of_elementary_operations_take_no_gradient_along():
+    from torch._inductor.decomposition import decompositions
+
+    x, model = torch.randn(4, 3), Averages()
+    functional = export(copy.deepcopy(model), x).run_decompositions(
+        {**torch.export.default_decompositions(), **decompositions}
+    )
+    assert "batch_norm" not in str(functional.graph)
+    # decomposing drops the detach of the model's own average too
+    legalized = tbn.legalize(functional, "training")
+    assert tbn.verify(legalized) == ()
+    module = saved_and_loaded(legalized).module()
+    assert [n.name for n in module.graph.nodes if n.target is aten.add_.Tensor] == ["add_1", "add_2"]
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (module, model))
+    for _ in range(3):
+        for optimizer, m in ((ours, module), (theirs, model)):
+            optimizer.zero_grad()
+            m(x).square().sum().backward()
+            optimizer.step()
+        assert not any(buffer.requires_grad for buffer in module.buffers())
+    torch.testing.assert_close(dict(module.state_dict()), dict(model.state_dict()))
+
+
 class KeepsTheOldMean(nn.Module):
     def __init__(self):
         super().__init__()
