@@ -40,7 +40,8 @@ def channels_of(norm: BatchNorm | Gradient, of: Callable[[Any], Any] = lambda te
     """
     given = [of(t) for name in NEUTRAL if (t := getattr(norm, name, None)) is not None]
     lengths = [tensor.numel() for tensor in given if tensor is not None]
-    agree = len(lengths) > 1 and len({*lengths}) == 1
+    # a dynamic size is not compared: that would put a guard on it
+    agree = len(lengths) > 1 and all(type(length) is int and length == lengths[0] for length in lengths)
     return lengths[0] if agree else of(norm.input).shape[1]
 
 

@@ -44,7 +44,7 @@ class Writing:
         for decision in decisions:
             dead += self._stand_in(decision)
         # decomposed, a batch norm returns the statistics that it did not write, and the signature lists them as written
-        self.draft.drop_unchanged()
+        self.draft.listing.drop_mutations(unchanged=True)
         for node in sorted(dead, reverse=True):  # readers first
             self.state.prune(node)
         if not self.plan.options.keep_state:
@@ -109,7 +109,7 @@ class Writing:
                 cloned = call.graph.node_copy(call)
             target.reader.replace_input_with(call, cloned)
             # torch.export.unflatten would look for the one call that the module's signature tells of
-            self.draft.forget_signatures(call)
+            self.draft.calls.leave(call, otherwise=True)
             call = cloned
         changed = {}
         if weight is not None:

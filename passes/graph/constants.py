@@ -111,7 +111,7 @@ class Constants:
         self.storages = Storages(self.tensors)
         self.roots: dict[str, list[Node]] = defaultdict(list)
         self.bound: dict[Node, tuple[Call, Node]] = {}  # a named placeholder of a nested graph -> its call, the operand
-        found = self.nest.names(draft.input_target, self._only)
+        found = self.nest.names(draft.listing.target_of, self._only)
         self.names = {node: name for node, name in found.items() if name in self.tensors}
         for node, name in self.names.items():
             self.roots[name].append(node)
@@ -121,7 +121,8 @@ class Constants:
         self._known: dict[Node, Constant | Reason] = {}
         self._read: dict[Node, torch.Tensor | None] = {}
         self._fixed: dict[str, Reason] = {}
-        self._mutated = {target for target, value in draft.mutations() if value not in unchanged}
+        self._fakes = FakeTensorMode()
+        self._mutated = {target for target, value in draft.listing.mutations() if value not in unchanged}
 
     def _only(self, call: Call) -> bool:
         """Whether what a call binds is what its graph is always given."""
@@ -172,10 +173,6 @@ class Constants:
         with self._fakes:
             found = run([n for n in steps if n not in leaves], leaves)
         return found if isinstance(found, torch.Tensor) else None
-
-    @cached_property
-    def _fakes(self) -> FakeTensorMode:
-        return FakeTensorMode()
 
     def _constant(self, operand: Node) -> Constant | Reason:
         steps = self._steps(operand)

@@ -37,12 +37,6 @@ def copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn.
     return new
 
 
-def lint_all(made: dict[int, torch.nn.Module]) -> None:
-    for module in made.values():
-        if isinstance(module, GraphModule):
-            module.graph.lint()
-
-
 def copy_graph(graph: Graph) -> Graph:
     """A copy of the graph under the same node names, metadata shared node by node.
 

@@ -12,12 +12,12 @@ from torch._export.verifier import TrainingIRVerifier, Verifier
 from torch.export import ExportedProgram
 from torch.export.exported_program import _create_graph_module_for_export
 from torch.export.graph_signature import InputKind
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
-from .copying import copy_graph, copy_module, lint_all
+from .copying import copy_graph, copy_module
 from .holding import Holding
 from .meta import empty_val
-from .nest import attribute, graph_modules
+from .nest import graph_modules
 from .result import Program, top_module
 from .signature import Listing, ModuleCalls, is_functional, tensors_of
 
@@ -28,7 +28,8 @@ class Draft:
     Unless `inplace`, the graphs are copies under the same node names, and `build()` returns a new program that shares
     every parameter, buffer and constant with the one it came from. Each graph is compiled once, after the edits.
 
-    graphs: by path, the top one first, under "". functional: whether the program lists its mutations.
+    graphs: by path, the top one first, under "". functional: whether the program lists its mutations. listing: what the
+    signature says. calls: how modules were called. holding: what the state gains and loses.
     """
 
     def __init__(self, program: Program, inplace: bool = False) -> None:
@@ -38,12 +39,11 @@ class Draft:
         self.functional = is_functional(program)
         self._modules = modules = list(graph_modules(self.top))
         self._graphs = {id(m.graph): m.graph if inplace else copy_graph(m.graph) for _, m in modules}
-        self._holders = {self._graphs[id(m.graph)]: m for _, m in reversed(modules)}
         self.graphs = [(path, self._graphs[id(module.graph)]) for path, module in modules]
         self._verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
-        self._listing = Listing(program, self.graphs[0][1])
-        self._calls = ModuleCalls(program)
-        self._holding = Holding()
+        self.listing = Listing(program, self.graphs[0][1])
+        self.calls = ModuleCalls(program)
+        self.holding = Holding()
         self._fakes: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def fake(self, like: torch.Tensor, size: int | torch.SymInt, dtype: torch.dtype) -> torch.Tensor:
@@ -53,39 +53,18 @@ class Draft:
             self._fakes[key] = empty_val(like, (size,), dtype)
         return self._fakes[key]
 
-    def module_of(self, graph: Graph) -> GraphModule:
-        """The module that holds a graph of the draft in the program it was made from."""
-        return self._holders[graph]
-
     # The graphs, and what the signature says of them.
 
     def mutate(self, target: Node, after: Node, value: Node) -> None:
         """From `after` on, `target` is `value`; when `target` is an input of a functional program, it lists that."""
         target.replace_all_uses_with(value, delete_user_cb=lambda user: user > after and user is not value)
         if self.functional:
-            self._listing.mutate(target, value)
-
-    def place(self, target: Node, place: int | None) -> None:
-        """Where the new mutation of an input goes among the listed ones: see `Listing.place`."""
-        if self.functional:
-            self._listing.place(target, place)
-
-    def mutations(self) -> list[tuple[Node, Node]]:
-        """What the signature lists as mutations: the placeholder, and the node of its new value."""
-        return self._listing.mutations()
-
-    def drop_mutations(self) -> None:
-        """Takes the mutation outputs out of the graph and the signature."""
-        self._listing.drop_mutations()
-
-    def drop_unchanged(self) -> None:
-        """Takes out the mutation outputs whose new value is the input itself: nothing is written."""
-        self._listing.drop_mutations(unchanged=True)
+            self.listing.mutate(target, value)
 
     def become(self, functional: bool) -> None:
         """Changes the dialect: to functional (ATEN), which lists mutations, or to training IR, which has none."""
         self.functional, self._verifiers = functional, [Verifier if functional else TrainingIRVerifier]
-        self._listing.changed = True
+        self.listing.changed = True
 
     def replace(self, node: Node, stands: Node) -> None:
         """Whatever reads a node reads another one from now on, which stands for it."""
@@ -95,44 +74,23 @@ class Draft:
     def rename(self, node: Node, stands: Node) -> None:
         """Another node stands for one from now on, in the signatures of module calls too."""
         if node.graph is self.graphs[0][1]:
-            self._calls.rename(node, stands)
-
-    def leave(self, node: Node) -> None:
-        """A node goes: a module that has none left has no call signature."""
-        self._calls.leave(node)
-
-    def forget_signatures(self, node: Node) -> None:
-        """The modules that a node belongs to are called otherwise than their call signatures say."""
-        self._calls.leave(node, otherwise=True)
+            self.calls.rename(node, stands)
 
     # Tensors: what brings them in, and what they are.
 
-    def has_attribute(self, name: str) -> bool:
-        """Whether a module of a graph module has an attribute of this dotted name."""
-        return isinstance(self.program, GraphModule) and attribute(self.top, name) is not None
-
-    def input_target(self, node: Node) -> str | None:
-        """The FQN of the parameter, buffer or constant that a placeholder of the top graph brings in."""
-        spec = self._listing.inputs.get(node.name)
-        return None if spec is None else spec.target
-
-    def hold(self, name: str, tensor: torch.Tensor, beside: str = "") -> None:
-        """The state has this tensor under this name, new or not, from `build` on; a new one right behind another."""
-        self._holding.hold(name, tensor, beside)
-
     def add_parameter(self, name: str, target: str, beside: Node) -> Node:
-        """A new parameter, right after another input: its placeholder. `hold` gives it its value."""
+        """A new parameter, right after another input: its placeholder. `holding` has its value."""
         with beside.graph.inserting_after(beside):
             node = beside.graph.create_node("placeholder", name, name=name)
         node.target = node.name
-        self._listing.add_input(node, InputKind.PARAMETER, target)
+        self.listing.add_input(node, InputKind.PARAMETER, target)
         return node
 
     def drop_state(self, names: set[str], nodes: Sequence[Node]) -> None:
         """Takes tensors out of the state, and the nodes that brought them in, which nothing reads, out of the graph."""
-        self._holding.lost |= names
+        self.holding.lost |= names
         for node in nodes:
-            self._listing.drop_input(node)
+            self.listing.drop_input(node)
             node.graph.erase_node(node)
 
     def add_constant(self, name: str, place: int, target: str, value: torch.Tensor, val: Any) -> Node:
@@ -144,23 +102,23 @@ class Draft:
             node = graph.create_node("placeholder", name, name=name)
         node.meta["val"] = val
         if isinstance(self.program, ExportedProgram):
-            self._listing.add_input(node, InputKind.CONSTANT_TENSOR, target)
-            self.hold(target, value)
+            self.listing.add_input(node, InputKind.CONSTANT_TENSOR, target)
+            self.holding.hold(target, value)
         return node
 
     def drop_constant(self, node: Node) -> tuple[int, str] | None:
         """Takes a lifted constant that nothing reads out of graph and signature; returns its place among the inputs and
         its name in the state, None for any other node.
         """
-        inputs = self._listing.inputs
+        inputs = self.listing.inputs
         spec = inputs.get(node.name) if node.graph is self.graphs[0][1] else None
         if spec is None or spec.kind is not InputKind.CONSTANT_TENSOR or node.users:
             return None
         place, target = next(i for i, other in enumerate(node.graph.nodes) if other is node), str(spec.target)
-        self._listing.drop_input(node)
+        self.listing.drop_input(node)
         node.graph.erase_node(node)
         if all(other.target != target for other in inputs.values()):
-            self._holding.lost.add(target)
+            self.holding.lost.add(target)
         return place, target
 
     # The program.
@@ -173,21 +131,21 @@ class Draft:
         torch's constructor validates every program, which costs more than the whole pass (it is quadratic in buffers).
         Where the signature is the original's and every name it refers to was kept, there is nothing for it to find.
         """
-        signature: Any = self._listing.write()
-        built = self._compiled(lint) if self.inplace else self._copied()
+        signature: Any = self.listing.write()
+        built = self._compiled() if self.inplace else self._copied()
+        for _, graph in self.graphs if lint or not self.inplace else ():
+            graph.lint()  # only now: it looks for the attributes that a graph reads in the module that owns it
         if isinstance(built, ExportedProgram):
             built._graph_signature = signature
             built._verifiers = self._verifiers
-            built._module_call_graph = self._calls.entries([graph for _, graph in self.graphs])
-            if self._listing.changed:
+            built._module_call_graph = self.calls.entries([graph for _, graph in self.graphs])
+            if self.listing.changed:
                 built.validate()  # type: ignore[no-untyped-call]
         return built
 
-    def _compiled(self, lint: bool) -> Program:
-        self._holding.write(self.program, shared=False)
+    def _compiled(self) -> Program:
+        self.holding.write(self.program, shared=False)
         for _, module in self._modules:
-            if lint:
-                module.graph.lint()
             module.recompile()
         return self.program
 
@@ -196,22 +154,19 @@ class Draft:
         made: dict[int, torch.nn.Module] = {}
         if not isinstance(self.program, ExportedProgram):
             copied: Any = copy_module(self.top, self._graphs, made)
-            self._holding.write(copied, shared=True)
-            lint_all(made)
+            self.holding.write(copied, shared=True)
             return copied  # type: ignore[no-any-return]
         holder, graph = torch.nn.Module(), self.graphs[0][1]
         for name in {str(node.target).partition(".")[0] for node in graph.find_nodes(op="get_attr")}:
             value = getattr(self.top, name)
             nested = isinstance(value, torch.nn.Module)
             setattr(holder, name, copy_module(value, self._graphs, made) if nested else value)
-        lint_all(made)
-        graph.lint()
         program = copy.copy(self.program)
         program._graph_module = _create_graph_module_for_export(holder, graph)  # type: ignore[no-untyped-call]
         program._graph_module.meta.update(self.top.meta)
         for kept in ("_state_dict", "_constants", "_range_constraints"):
             setattr(program, kept, copy.copy(getattr(self.program, kept)))
-        self._holding.write(program, shared=True)
+        self.holding.write(program, shared=True)
         return program
 
 
@@ -228,5 +183,5 @@ def with_tensors(program: Program, tensors: dict[str, torch.Tensor], inplace: bo
     draft, tied = Draft(program), {id(held[name]): value for name, value in tensors.items()}
     for name, tensor in held.items():
         if id(tensor) in tied:
-            draft.hold(name, tied[id(tensor)])
+            draft.holding.hold(name, tied[id(tensor)])
     return draft.build()

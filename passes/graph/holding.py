@@ -73,8 +73,6 @@ def _keep_attributes(top: torch.nn.Module, gained: dict[str, torch.Tensor], lost
     for name, tensor in gained.items():
         owner, _, last = owner_of(name)
         held = next((d for d in (owner._parameters, owner._buffers) if last in d), None)
-        if held is None and isinstance(tensor, torch.nn.Parameter):
-            held = owner._parameters
         if held is None:
             setattr(owner, last, tensor)
         else:

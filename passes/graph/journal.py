@@ -89,7 +89,7 @@ class Journal:
     @cached_property
     def _listed(self) -> dict[Node, int]:
         """The place of each value among the mutations that the signature lists."""
-        return {value: place for place, (_, value) in enumerate(self.draft.mutations())}
+        return {value: place for place, (_, value) in enumerate(self.draft.listing.mutations())}
 
     @cached_property
     def _state(self) -> dict[str, torch.Tensor]:
@@ -161,7 +161,7 @@ class Journal:
 
     def update(self, entry: Entry, node: Node, value: Node, place: Node, after: Node) -> None:
         """From `after` on, the value of a place is what a node put back makes of it: undoes `take_update`."""
-        self.draft.place(place, entry.get("listed"))
+        self.draft.listing.place(place, entry.get("listed"))
         self.draft.mutate(value, after, node)
         for copy in reversed(entry.get("copies", ())):  # how a functional graph becomes a module
             self.put(node.graph, copy, aten.copy_.default, (place, node), node.graph.output_node())
@@ -205,7 +205,7 @@ class Journal:
 
     def _constant(self, graph: Graph, entry: Entry, value: int) -> Node | None:
         placeholders = self.draft.graphs[0][1].find_nodes(op="placeholder")
-        if graph is not self.draft.graphs[0][1] or entry["target"] in map(self.draft.input_target, placeholders):
+        if graph is not self.draft.graphs[0][1] or entry["target"] in map(self.draft.listing.target_of, placeholders):
             return None  # another tensor is called so by now
         like: Any = next((node.meta["val"] for node in placeholders if "val" in node.meta), None)
         tensor = torch.tensor(value, dtype=getattr(torch, entry["dtype"]))

@@ -148,11 +148,6 @@ def _name_bound(names: dict[Node, str], bound: list[tuple[Node, Any]]) -> None:
                 names.setdefault(placeholder, names[operand])
 
 
-def nest_of(program: Program, graphs: Iterable[tuple[str, Graph]] | None = None) -> Nest:
-    """The graphs of a program, or the copies of them that are given, and their calls."""
-    return Nest(top_module(program), graphs_of(program) if graphs is None else graphs)
-
-
 def state_names(program: Program, graphs: Iterable[tuple[str, Graph]] | None = None) -> dict[Node, str]:
     """What each node that brings in state is called outside: a parameter's or buffer's FQN, a user input's name.
 
@@ -164,4 +159,5 @@ def state_names(program: Program, graphs: Iterable[tuple[str, Graph]] | None = N
         spec = inputs.get(node.name)
         return node.name if spec is None or spec.target is None else spec.target
 
-    return nest_of(program, graphs).names(outside, lambda call: True)
+    nest = Nest(top_module(program), graphs_of(program) if graphs is None else graphs)
+    return nest.names(outside, lambda call: True)

@@ -97,7 +97,7 @@ def summary_of(made: type[Pass]) -> str:
 
 def notes_of(made: type[Pass]) -> list[str]:
     """What else there is to know of a pass: the paragraphs that describe no field."""
-    return [paragraph for paragraph in _paragraphs(made)[1:] if not _first_field(made, paragraph)]
+    return [told for told in _paragraphs(made)[1:] if told.partition(": ")[0] not in made.__dataclass_fields__]
 
 
 def verb_of(made: type[Pass]) -> str:
@@ -115,16 +115,10 @@ def _described(made: type[Pass]) -> dict[str, str]:
     names = "|".join(field.name for field in fields(made))
     found: dict[str, str] = {}
     for paragraph in _paragraphs(made):
-        if _first_field(made, paragraph):
-            _, *parts = re.split(rf"(?:^| )({names}): ", paragraph)
+        before, *parts = re.split(rf"(?:^| )({names}): ", paragraph)
+        if not before:
             found |= {name: text[:1].upper() + text[1:] for name, text in zip(parts[::2], parts[1::2], strict=True)}
     return found
-
-
-def _first_field(made: type[Pass], paragraph: str) -> str:
-    """The field that a paragraph begins with, empty when it describes none."""
-    name = paragraph.partition(": ")[0]
-    return name if name in made.__dataclass_fields__ else ""
 
 
 def _paragraphs(made: type[Pass]) -> list[str]:

@@ -62,6 +62,11 @@ class Listing:
         self._new: dict[Node, OutputSpec] = {}  # the mutations to list, by their value
         self._places: dict[str | None, int | None] = {}
 
+    def target_of(self, node: Node) -> str | None:
+        """The FQN of the parameter, buffer or constant that a placeholder of the top graph brings in."""
+        spec = self.inputs.get(node.name)
+        return None if spec is None else spec.target
+
     def add_input(self, node: Node, kind: InputKind, target: str) -> None:
         """A new placeholder brings in what the state holds under this name."""
         self.inputs[node.name] = InputSpec(kind, TensorArgument(node.name), target)

@@ -11,6 +11,7 @@ from torch.fx import Node
 from .constants import Constant, Constants
 from .draft import Draft
 from .meta import empty_val, set_val, val_of
+from .nest import attribute
 
 
 class State(Constants):
@@ -28,21 +29,21 @@ class State(Constants):
         old = self.tensors[name]
         for other in self.storages.sharing(name):
             if self.tensors[other] is old:
-                self.draft.hold(other, _like(tensor, old))
+                self.draft.holding.hold(other, _like(tensor, old))
 
     def add(self, beside: Constant, leaf: str, tensor: torch.Tensor, learns: bool) -> str:
         """A new parameter beside another tensor of the state, called as that one with another last part; its name."""
         owner = beside.name.rpartition(".")[0]
         name = fresh = f"{owner}.{leaf}" if owner else leaf
         number = 0
-        while fresh in self._taken or self.draft.has_attribute(fresh):
+        while fresh in self._taken or attribute(self.draft.top, fresh) is not None:
             number += 1
             fresh = f"{name}_{number}"
         held = torch.nn.Parameter(tensor, requires_grad=learns)
         self._taken.add(fresh)
         self.tensors[fresh] = held
         self.storages.add(fresh, held)
-        self.draft.hold(fresh, held, beside.name)
+        self.draft.holding.hold(fresh, held, beside.name)
         return fresh
 
     def node(self, beside: Node, name: str) -> Node:
@@ -90,7 +91,7 @@ class State(Constants):
             operands = [operand]
             node.graph.erase_node(node)
         elif node.op == "call_function":
-            self.draft.leave(node)
+            self.draft.calls.leave(node)
             node.graph.erase_node(node)
         for operand in operands:
             self.prune(operand)

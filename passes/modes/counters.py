@@ -15,7 +15,7 @@ from ...decomps.ops import OP_BY_TARGET, Kind
 from ..graph.draft import Draft
 from ..graph.journal import Entry, Journal
 from ..graph.meta import set_val
-from ..graph.nest import ONCE, Nest, nest_of, state_names
+from ..graph.nest import ONCE, Nest, state_names
 from ..graph.result import Reason
 from ..graph.signature import tensors_of
 from ..rewriting.site import Site
@@ -49,7 +49,7 @@ class Counters:
         self.graphs = dict(draft.graphs)
         self.adds: dict[str, list[Node]] = {}
         self.written: dict[Node, list[Node]] = defaultdict(list)
-        for target, value in draft.mutations():
+        for target, value in draft.listing.mutations():
             self.written[target].append(value)
 
     @cached_property
@@ -60,7 +60,7 @@ class Counters:
     @cached_property
     def nest(self) -> Nest:
         """The calls between the graphs."""
-        return nest_of(self.draft.program, self.draft.graphs)
+        return Nest(self.draft.top, self.draft.graphs)
 
     def of(self, site: Site) -> str | None:
         """The name of the site's counter in the state, None when it has none."""

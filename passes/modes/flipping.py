@@ -66,7 +66,7 @@ class Switch:
                 told[site.node] = reason
                 if not reason:
                     self._to_eval(site, add if isinstance(add, Node) else None)
-        self.draft.drop_unchanged()
+        self.draft.listing.drop_mutations(unchanged=True)
         return told
 
     def _refuse_switch(self, site: Site) -> Reason:
@@ -162,11 +162,9 @@ class Switch:
         unknown = _NONE if note is not None else self.counters.refuse_shared(site)
         if reason := unknown or _refuse_single(site):
             return reason
-        if self.inputs is not None and target.statistics is Statistics.OUTPUTS:
-            found = self.inputs.unlistable_update(site)
-            if found:
-                return Reason(found)
-        return self.counters.refuse_nested(site)
+        listed = self.inputs if target.statistics is Statistics.OUTPUTS else None
+        told = _NONE if listed is None else listed.refuse_update(site)
+        return told or self.counters.refuse_nested(site)
 
     def _put_updates(self, site: Site, target: Form, entries: list[Entry] | None) -> None:
         """Reads the new running statistics from the call, and hands them on."""

@@ -133,7 +133,7 @@ def _refuse_family(site: Site, inputs: Inputs | None) -> str:
         return Reason("its batch is empty, which the family refuses in training")
     if site.form.destinations and (reason := _refuse_destinations(site, inputs is not None)):
         return reason
-    return inputs.unlistable_update(site) if inputs is not None and site.writes else ""
+    return inputs.refuse_update(site) if inputs is not None and site.writes else ""
 
 
 def _refuse_readers(site: Site) -> Reason:

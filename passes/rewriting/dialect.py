@@ -30,12 +30,12 @@ def to_training(draft: Draft, log: Log) -> Reason:
 
     Returns why that cannot be done exactly, empty when it was. Nothing is changed then.
     """
-    pairs = draft.mutations()
+    pairs = draft.listing.mutations()
     output = draft.graphs[0][1].output_node()
     returned: list[Any] = list(output.args[0])[len(pairs) :]  # type: ignore[arg-type]
     if reason := _refuse_training(pairs, output, returned):
         return reason
-    draft.drop_mutations()
+    draft.listing.drop_mutations()
     mutated = {placeholder for placeholder, _ in pairs}
     for site in find_sites(draft.graphs):
         if _ends_with_its_update(site, mutated, returned):
@@ -129,7 +129,7 @@ def _refuse_update(site: Site, inputs: Inputs) -> Reason:
     """Why the statistics that a batch norm writes in place cannot be listed as mutations, empty when they can."""
     if site.form.statistics is not Statistics.IN_PLACE or site.norm.training is False:
         return Reason()
-    told = site.problem or (inputs.unlistable_update(site) if site.tracks else "")
+    told = site.problem or (inputs.refuse_update(site) if site.tracks else "")
     return Reason(told and f"{site.name} ({site.form.name}): {told}")
 
 
@@ -156,7 +156,7 @@ def _refuse_write(draft: Draft, inputs: Inputs, node: Node, writers: list[Node])
         return Reason(f"{told} writes in place and has no functional twin")
     if not _alike(node, functional, written):
         return Reason(f"{told} casts to what it writes to, and {functional} does not")
-    reason = inputs.shared(written, writers)
+    reason = inputs.refuse_shared(written, writers)
     return Reason(reason and f"{told}: {reason}")
 
 

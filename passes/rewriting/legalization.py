@@ -108,7 +108,7 @@ def _write_formulas(draft: Draft, inputs: Inputs | None, log: Log) -> None:
     for site in sites:
         reason = site.problem or refuse_elementary(site)
         if not reason and draft.functional and inputs is not None and site.writes:
-            reason = inputs.unlistable_update(site)
+            reason = inputs.refuse_update(site)
         if reason:
             log.decline(site, reason)
         else:
@@ -130,7 +130,7 @@ def _write_forms(draft: Draft, inputs: Inputs | None, target: Target, log: Log) 
         form = target.form(site, functional)  # type: ignore[misc]
         reason: str = _refuse_form(site, form, functional, target.pins)
         if not reason and functional and inputs is not None and site.writes and form.statistics is Statistics.OUTPUTS:
-            reason = inputs.unlistable_update(site)
+            reason = inputs.refuse_update(site)
         return reason or form
 
     def write(site: Site, form: Form) -> None:

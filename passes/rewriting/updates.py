@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from ...decomps.forms import FIELDS
 from ..graph.effects import Storages, may_alias
+from ..graph.result import Reason
 from ..graph.signature import MUTATIONS, input_specs, tensors_of
 from .site import Call
 
@@ -22,23 +23,23 @@ class Inputs:
         self.program = program
         self.specs = input_specs(program)
 
-    def unlistable_update(self, site: Call) -> str:
-        """Why the update of the site's statistics cannot be listed, empty when it can."""
-        return self.unlistable(site, site.norm.running_mean) or self.unlistable(site, site.norm.running_var)
-
-    def unlistable(self, site: Call, statistic: Node) -> str:
-        """Why the site's write to this statistic cannot be listed, empty when it can.
+    def refuse_update(self, site: Call) -> Reason:
+        """Why the update of the site's statistics cannot be listed, empty when it can.
 
         A new value takes the place of the statistic in every later reader. So nothing else may share its memory, which
         is where the write was seen; of user inputs that cannot be known.
         """
-        if site.path:
-            return f"it writes to {statistic.name} inside nested graph {site.path}, which cannot hand the new value out"
-        if sum(getattr(site.norm, name) is statistic for name in FIELDS[:5]) > 1:
-            return f"it writes to {statistic.name}, which is another of its arguments too"
-        return self.shared(statistic, (site.node,))
+        for statistic in (site.norm.running_mean, site.norm.running_var):
+            writes = f"it writes to {statistic.name}"
+            if site.path:
+                return Reason(f"{writes} inside nested graph {site.path}, which cannot hand the new value out")
+            if sum(getattr(site.norm, name) is statistic for name in FIELDS[:5]) > 1:
+                return Reason(f"{writes}, which is another of its arguments too")
+            if reason := self.refuse_shared(statistic, (site.node,)):
+                return reason
+        return Reason()
 
-    def shared(self, written: Node, fresh: Collection[Node]) -> str:
+    def refuse_shared(self, written: Node, fresh: Collection[Node]) -> Reason:
         """Why a new value cannot take the place of what is written to: something else may see that memory. `fresh`:
         nodes that are known to make their own result, or will.
         """
@@ -47,13 +48,13 @@ class Inputs:
         if written.op == "placeholder":
             kind = self.specs[written.name].kind if written.name in self.specs else InputKind.USER_INPUT
             if kind not in MUTATIONS:
-                return f"{writes}, a {kind.name}, whose mutation a signature cannot list"
+                return Reason(f"{writes}, a {kind.name}, whose mutation a signature cannot list")
             if sharing := [name for name in self._storages.sharing(written.name) if name != written.name]:
-                return f"{writes}, whose memory {sharing[0]} shares"
+                return Reason(f"{writes}, whose memory {sharing[0]} shares")
         else:
             readers.append(written)
         aliases = [node for node in readers if node not in fresh and may_alias(node)]
-        return f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else ""
+        return Reason(f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else "")
 
     @cached_property
     def _storages(self) -> Storages:

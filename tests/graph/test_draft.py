@@ -26,7 +26,7 @@ def test_a_mutation_by_another_input_that_is_unchanged_itself_stays_listed():
     for spec in program.graph_signature.output_specs[:2]:
         spec.arg.name = b.name
     draft = Draft(program)
-    draft.drop_unchanged()
+    draft.listing.drop_mutations(unchanged=True)
     made = draft.build()
     assert made.graph_signature.buffers_to_mutate == {"b_b": "a"}
     assert len(made.graph.output_node().args[0]) == 2
