@@ -79,7 +79,7 @@ def _write(draft: Draft, placeholder: Node, value: Node, output: Node) -> None:
     # A program that lists its mutations hands a value out, and no gradient comes back by it. Written as it is, the
     # value would leave its history in the buffer: the next step would go back through this one, whose memory is freed,
     # and batch norm refuses statistics that require a gradient. A caller's own tensor gets its history, as in eager.
-    learns = draft.input_target(placeholder) is not None and _may_learn(value, placeholder)
+    learns = draft.listing.target_of(placeholder) is not None and _may_learn(value, placeholder)
     counts = value.target is aten.add.Tensor and value.args[0] is placeholder and not value.users
     if counts and not learns and all(user <= value for user in placeholder.users):
         value.target = aten.add_.Tensor
