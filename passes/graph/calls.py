@@ -18,6 +18,7 @@ def op_of(node: Any) -> str:
 
 def arguments_of(node: Node) -> list[Any]:
     """The arguments of a call in the order of its schema, by position or by keyword; those by position without one."""
+    # without keywords it is in order already, as in nearly every call that ATen's graphs hold: no walk of the schema
     if not isinstance(node.target, OpOverload) or not node.kwargs:
         return list(node.args)
     return list(named(node.target, node.args, node.kwargs).values())
@@ -28,4 +29,5 @@ def measures(user: Node, value: Node) -> bool:
     row = OP_BY_TARGET.get(user.target)
     if row is None:
         return False
+    # of `x.view_as(other)` it is `other` that is measured, while the entries are those of x
     return row.kind in (Kind.MEASURE, Kind.FILL) or (row.like and arguments_of(user)[0] is not value)

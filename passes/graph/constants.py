@@ -27,8 +27,6 @@ from .signature import tensors_of
 
 # What a chain from the state to an operand may be of; and what of it leaves every entry in its place in memory.
 _LINKS = (Kind.ALIAS, Kind.RESHAPE, Kind.PERMUTE, Kind.PART)
-
-
 _WHOLE = (Kind.ALIAS, Kind.RESHAPE, Kind.PERMUTE)
 
 
@@ -63,6 +61,7 @@ class Constant:
 
     def value(self) -> torch.Tensor:
         """What the operand is."""
+        # the state may learn, what a pass computes of it is a new tensor without a history
         leaves = {root: tensor.detach() for root, tensor in ((self.root, self.tensor), *self.others.items())}
         found: torch.Tensor = run(self.chain, leaves) if self.chain else leaves[self.root]
         return found
@@ -72,7 +71,7 @@ class Constant:
         if self.others:
             return None
         for node in self.chain:
-            if cast_of(node) is not None:
+            if cast_of(node) is not None:  # the state keeps its dtype, whatever the operand is read in
                 continue
             if kind_of(node.target) not in _WHOLE or memory_of(node.target) is not Memory.SHARED:
                 return None
@@ -116,21 +115,24 @@ class Constants:
         for node, name in self.names.items():
             self.roots[name].append(node)
             if node.op == "placeholder" and (calls := self.nest.callers(self.nest.paths[node.graph])):
-                self.bound[node] = calls[0], calls[0].bound[node]
+                self.bound[node] = calls[0], calls[0].bound[node]  # the only one, or it had no name: see _only
         self.handed = {(call.node, operand) for call, operand in self.bound.values()}  # what calls hand on by name
+        # every reader asks again, and an answer takes a walk up to the state and one down to who writes to it
         self._known: dict[Node, Constant | Reason] = {}
         self._read: dict[Node, torch.Tensor | None] = {}
         self._fixed: dict[str, Reason] = {}
-        self._fakes = FakeTensorMode()
+        self._fakes = FakeTensorMode()  # one for all: an operation on fake tensors of two modes raises
         self._mutated = {target for target, value in draft.listing.mutations() if value not in unchanged}
 
     def _only(self, call: Call) -> bool:
         """Whether what a call binds is what its graph is always given."""
+        # a second call may hand in another tensor, and so does each round of a loop, which is no `once`
         return call.once and call.spread and len(self.nest.callers(call.nested)) == 1
 
     @cached_property
     def opaque(self) -> dict[str, Node]:
         """What a module that is no graph holds, by name, each with who calls it."""
+        # what its forward does with them no graph says: it may write, or replace them
         found: dict[str, Node] = {}
         for path, graph in self.nest.graphs.items():
             for node in graph.find_nodes(op="call_module"):
@@ -208,6 +210,7 @@ class Constants:
         while work:
             node = work[-1]
             inputs = [] if node in self.names else [n for n in node.all_input_nodes if n not in found]
+            # what waits counts too, so that a wide computation ends the search as early as a long one
             if node not in self.names and not (self._pure(node) and len(found) + len(work) <= _FEW):
                 return None
             if inputs:
@@ -254,6 +257,7 @@ class Constants:
             for root in self.roots[other]:
                 if root in self._mutated:
                     return Reason(f"{name} is no constant of the program, which lists a mutation of {root.name}")
+                # a nested placeholder is followed into from its root outside, and need not be again
                 writes = [] if root in self.bound else self.effects.accesses(root)[1]
                 if writes and self.nest.runs(writes[0]):
                     what = f"{writes[0].name} ({writes[0].target})"
@@ -266,7 +270,7 @@ class Constants:
         """Who may write to a value's memory behind a node of its graph, as far as one can tell: inputs of the program
         that share memory when it is called are taken to be written together.
         """
-        if self.draft.functional:
+        if self.draft.functional:  # its mutations are written when the program is through
             return set()
         bases = self.effects.bases(value)
         for base in list(bases):
@@ -310,7 +314,7 @@ def refuse_entries(name: str, tensor: torch.Tensor) -> Reason:
     found = ""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         found = "has no values (fake, or on the meta device)"
-    elif type(tensor) not in _PLAIN:
+    elif type(tensor) not in _PLAIN:  # computes by rules of its own, as torchao's packed weights do
         found = f"is a {type(tensor).__name__}"
     elif tensor.is_quantized or tensor.layout is not torch.strided:
         found = "is quantized" if tensor.is_quantized else f"is a {tensor.layout} tensor"

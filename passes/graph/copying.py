@@ -20,6 +20,7 @@ def copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn.
     """
     if not any(isinstance(nested, GraphModule) for nested in module.modules()):
         return module
+    # one module under two paths stays one: tied tensors, and calls by either name, go by it
     if id(module) in made:
         return made[id(module)]
     kind: Any = type(module)
@@ -27,6 +28,7 @@ def copy_module(module: Any, graphs: dict[int, Graph], made: dict[int, torch.nn.
     made[id(module)] = new
     new.__class__.__name__ = kind.__name__
     for name, value in module.__dict__.items():
+        # the `train` and `eval` of an unlifted program are such: those of the original would act on the original
         if isinstance(value, MethodType) and value.__self__ is module:
             value = MethodType(value.__func__, new)
         new.__dict__[name] = copy.copy(value) if isinstance(value, dict | set | list) else value
@@ -45,7 +47,7 @@ def copy_graph(graph: Graph) -> Graph:
     nodes: dict[Node, Node] = {}
     copied = Graph(tracer_cls=graph._tracer_cls)
     returned: Any = copied.graph_copy(graph, nodes, return_output_node=True)
-    copied._codegen = copy.copy(graph._codegen)
+    copied._codegen = copy.copy(graph._codegen)  # not part of a graph's copy: how arguments are flattened
     if returned is not None:
         value, end = returned
         nodes[end] = copied.output(value, type_expr=end.type)

@@ -38,6 +38,7 @@ class Draft:
         self.top = top_module(program)
         self.functional = is_functional(program)
         self._modules = modules = list(graph_modules(self.top))
+        # copied ahead of every edit: a pass holds nodes of several graphs, and a nested call is an edit of two
         self._graphs = {id(m.graph): m.graph if inplace else copy_graph(m.graph) for _, m in modules}
         self.graphs = [(path, self._graphs[id(module.graph)]) for path, module in modules]
         self._verifiers = list(program._verifiers) if isinstance(program, ExportedProgram) else []
@@ -57,12 +58,14 @@ class Draft:
 
     def mutate(self, target: Node, after: Node, value: Node) -> None:
         """From `after` on, `target` is `value`; when `target` is an input of a functional program, it lists that."""
+        # the value itself goes on reading what it was made of, wherever it stands
         target.replace_all_uses_with(value, delete_user_cb=lambda user: user > after and user is not value)
         if self.functional:
             self.listing.mutate(target, value)
 
     def become(self, functional: bool) -> None:
         """Changes the dialect: to functional (ATEN), which lists mutations, or to training IR, which has none."""
+        # a program's dialect is what its first verifier says, and by it torch checks which ops may write
         self.functional, self._verifiers = functional, [Verifier if functional else TrainingIRVerifier]
         self.listing.changed = True
 
@@ -73,6 +76,7 @@ class Draft:
 
     def rename(self, node: Node, stands: Node) -> None:
         """Another node stands for one from now on, in the signatures of module calls too."""
+        # module calls name nodes of the top graph alone, and a nested one may be called the same
         if node.graph is self.graphs[0][1]:
             self.calls.rename(node, stands)
 
@@ -82,7 +86,7 @@ class Draft:
         """A new parameter, right after another input: its placeholder. `holding` has its value."""
         with beside.graph.inserting_after(beside):
             node = beside.graph.create_node("placeholder", name, name=name)
-        node.target = node.name
+        node.target = node.name  # the graph may have made another name of it: the two are one argument of its code
         self.listing.add_input(node, InputKind.PARAMETER, target)
         return node
 
@@ -117,6 +121,7 @@ class Draft:
         place, target = next(i for i, other in enumerate(node.graph.nodes) if other is node), str(spec.target)
         self.listing.drop_input(node)
         node.graph.erase_node(node)
+        # two inputs can bring in one constant
         if all(other.target != target for other in inputs.values()):
             self.holding.lost.add(target)
         return place, target
@@ -157,11 +162,13 @@ class Draft:
             self.holding.write(copied, shared=True)
             return copied  # type: ignore[no-any-return]
         holder, graph = torch.nn.Module(), self.graphs[0][1]
+        # what a graph reads as `a.b` is reached through `a`, which is copied as a whole
         for name in {str(node.target).partition(".")[0] for node in graph.find_nodes(op="get_attr")}:
             value = getattr(self.top, name)
             nested = isinstance(value, torch.nn.Module)
             setattr(holder, name, copy_module(value, self._graphs, made) if nested else value)
         program = copy.copy(self.program)
+        # torch's own: where code cannot be made of a graph (of objects in memory), an interpreter still runs it
         program._graph_module = _create_graph_module_for_export(holder, graph)  # type: ignore[no-untyped-call]
         program._graph_module.meta.update(self.top.meta)
         for kept in ("_state_dict", "_constants", "_range_constraints"):

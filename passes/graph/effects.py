@@ -20,6 +20,7 @@ def cast_of(node: Node) -> Node | None:
     if kind_of(node.target) is not Kind.CAST or not node.args:
         return None
     source, before, after = node.args[0], val_of(node.args[0]), val_of(node)
+    # one kind of op casts and moves, by its arguments: the values tell, and what lies on another device is no cast
     known = before is not None and after is not None and before.device == after.device
     return source if known and isinstance(source, Node) else None
 
@@ -29,7 +30,7 @@ def transparent(node: Node) -> Node | None:
     source, kind = node.args[0] if node.args else None, kind_of(node.target)
     if not isinstance(source, Node) or kind not in (Kind.ALIAS, Kind.RESHAPE, Kind.CAST):
         return None
-    if kind is Kind.ALIAS:
+    if kind is Kind.ALIAS:  # whatever its metadata says, which graphs made by hand do not have
         return source
     before, after = val_of(source), val_of(node)
     if before is None or after is None or before.dtype != after.dtype or before.device != after.device:
@@ -44,7 +45,6 @@ def widened(node: Node) -> Node | None:
     source = cast_of(node)
     if source is None:
         return None
-    # what was rounded on the way is another value
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     return source if torch.promote_types(before, after) == after else None
 
@@ -72,6 +72,7 @@ def may_alias(node: Node) -> bool:
     """Whether a node's result may share memory with one of its inputs: unless the op is known to make its own."""
     if node.op == "output":
         return False
+    # one of several results, or a row of a tensor, which is a view of it
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return isinstance(node.args[0].meta.get("val"), torch.Tensor) or may_alias(node.args[0])
     return memory_of(node.target) is not Memory.OWN
@@ -112,6 +113,7 @@ class Effects:
             return []
         made: Any = node.args[0] if node.target is operator.getitem else node
         if nest is None or not self._hands_in(made):
+            # a call of which no more is known may return any of its operands, but for the graph it is given
             return [n for n in node.all_input_nodes if nest is None or n not in nest.holders]
         return [value for call in nest.calls(made) for value in _values(nest.graphs[call.nested], made, node)]
 
@@ -140,6 +142,7 @@ class Effects:
 
     def _hands_in(self, user: Node) -> bool:
         calls = [] if self.nest is None else self.nest.calls(user)
+        # all of them: a condition calls two graphs and runs one
         return bool(calls) and all(call.once for call in calls)
 
     def _results(self, held: Node, user: Node) -> list[Node]:
@@ -150,6 +153,7 @@ class Effects:
         if user.op == "output":
             return [made for call in nest.callers(nest.paths[user.graph]) for made in _returned(call.node, user, held)]
         if self._hands_in(user):
+            # it may be handed in twice, under two placeholders
             return [p for call in nest.calls(user) for p, operand in call.bound.items() if operand is held]
         return [user] if may_alias(user) else []
 
@@ -176,6 +180,7 @@ def _returned(caller: Node, output: Node, held: Node) -> Iterator[Node]:
         return
     places = [place for place, value in enumerate(values) if value is held]
     for user in caller.users:
+        # who reads the results without taking them apart, as an output that hands them on, has them all
         if user.target is not operator.getitem or user.args[1] in places:
             yield user
 
@@ -197,7 +202,7 @@ class Storages:
         size, storage = tensor.element_size(), int(tensor.untyped_storage()._cdata)
         begin = int(tensor.storage_offset()) * size
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = begin + (int(last) + 1) * size if tensor.numel() else begin
+        end = begin + (int(last) + 1) * size if tensor.numel() else begin  # without entries it overlaps nothing
         self._held[storage].append((begin, end, name))
         self._places[name] = (storage, begin, end)
 

@@ -37,6 +37,7 @@ class Holding:
             _keep_attributes(program, self._gained, self.lost, shared)
 
     def _keep_state(self, state: dict[str, Any], constants: dict[str, Any]) -> None:
+        # in order: a layer's new bias comes right behind its weight, as if the module had been made with it
         old, gained = dict(state), self._gained
         state.clear()
         for name, tensor in old.items():
@@ -63,7 +64,7 @@ def _keep_attributes(top: torch.nn.Module, gained: dict[str, torch.Tensor], lost
         for atom in path:
             child = owners[-1]._modules.get(atom)
             child = torch.nn.Module() if child is None else child
-            if shared and id(child) not in owned:
+            if shared and id(child) not in owned:  # a graph module is the draft's own copy already
                 new = child if isinstance(child, GraphModule) else _shallow(child)
                 owned.update({id(child): new, id(new): new})
             owners[-1]._modules[atom] = owned[id(child)] if shared else child
@@ -95,7 +96,7 @@ def _is_bare(module: torch.nn.Module) -> bool:
 
 def _shallow(module: torch.nn.Module) -> torch.nn.Module:
     """A module with containers of its own around the same tensors."""
-    new = copy.copy(module)
+    new = copy.copy(module)  # which shares the containers: a tensor put into one would be the original's too
     for name in ("_parameters", "_buffers", "_modules"):
         new.__dict__[name] = dict(module.__dict__[name])
     return new

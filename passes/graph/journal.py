@@ -129,12 +129,14 @@ class Journal:
         self.name(node, entry["name"])
         for key in _KEPT:
             if key in entry:
+                # saved as JSON, a tuple is a list when it is read
                 node.meta[key] = tuple(entry[key]) if key == "torch_fn" else entry[key]
         return node
 
     def _anchor(self, graph: Graph, name: str | None, args: tuple[Any, ...]) -> Node | None:
         """The node to stand behind, None when it is gone, or an operand comes later."""
         anchor = None if name is None else self.find(graph, name)
+        # never between placeholders, which come first: their order is the signature's
         while anchor is not None and anchor.op == "placeholder" and anchor.next.op == "placeholder":
             anchor = anchor.next
         late = anchor is not None and any(isinstance(a, Node) and a > anchor for a in args)
@@ -152,6 +154,7 @@ class Journal:
         """
         entry: Entry = {} if (listed := self._listed.get(node)) is None else {"listed": listed}
         if node.users:
+            # the last one first, as each says what it stood behind, which has to be there again when it is put back
             copies = (u for u in node.users if u.target is aten.copy_.default and u.args[:2] == (place, node))
             taken = [self.take(copy) for copy in sorted((c for c in copies if not c.users), reverse=True)]
             if taken:
@@ -191,6 +194,7 @@ class Journal:
         meta: what the nodes on the way are told of themselves beside what the entry says.
         """
         overloads = {str(op): op for op in through}
+        # what a note names is called only if it is one of these: a note is data that anybody can write
         if any(wrap["op"] not in overloads for wrap in entry["wraps"]):
             return None
         constant = entry.get("constant")
@@ -207,6 +211,7 @@ class Journal:
         placeholders = self.draft.graphs[0][1].find_nodes(op="placeholder")
         if graph is not self.draft.graphs[0][1] or entry["target"] in map(self.draft.listing.target_of, placeholders):
             return None  # another tensor is called so by now
+        # any input's will do: what counts is the fake mode, as torch refuses a program with values of two
         like: Any = next((node.meta["val"] for node in placeholders if "val" in node.meta), None)
         tensor = torch.tensor(value, dtype=getattr(torch, entry["dtype"]))
         val = None if like is None else empty_val(like, (), tensor.dtype)

@@ -25,6 +25,7 @@ def sizes_of(sizes: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _plain(size: Any) -> Any:
+    # `int(size)` would put a guard on a dynamic size, and make the program one for this size alone
     known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
     return size if known is None else known
 
@@ -33,12 +34,14 @@ def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes, or strides, are known to be equal, without a guard on what is dynamic."""
     if len(a) != len(b):
         return False
+    # plain numbers are compared as such: for symbols torch simplifies an expression each time
     pairs = zip(a, b, strict=True)
     return all(x == y if type(x) is type(y) is int else statically_known_true(x == y) for x, y in pairs)
 
 
 def format_of(val: torch.Tensor) -> torch.memory_format | None:
     """The memory format that a tensor lies in, dense; None when it is another layout."""
+    # by strides: `is_contiguous` guards on dynamic sizes, and says yes to two formats where an axis has one entry
     formats: dict[torch.memory_format, tuple[int, ...]] = {torch.contiguous_format: tuple(range(val.ndim))}
     if val.ndim in (4, 5):
         last = torch.channels_last if val.ndim == 4 else torch.channels_last_3d
@@ -62,6 +65,7 @@ def channel_axis(val: torch.Tensor | None) -> int | None:
     """
     if val is None:
         return None
+    # a dynamic size counts as wide: it is not known to be one
     wide = [i for i, size in enumerate(val.shape) if type(size) is not int or size != 1]
     if len(wide) > 1:
         return None
@@ -71,7 +75,7 @@ def channel_axis(val: torch.Tensor | None) -> int | None:
 def set_val(node: Node, val: Any, like: Node) -> None:
     """Gives a node its value's metadata, as detailed as another node's is; None, nothing known, takes it away."""
     detailed = "tensor_meta" in like.meta
-    node.meta.pop("tensor_meta", None)
+    node.meta.pop("tensor_meta", None)  # of the value before: torch does not make it anew
     if val is None:
         node.meta.pop("val", None)
         return
@@ -91,6 +95,7 @@ def carried(node: Node, val: Any) -> dict[str, Any]:
 
 def empty_val(like: torch.Tensor, shape: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     """A tensor for `meta["val"]`, fake if `like` is: made directly, ten times cheaper than by `like.new_empty`."""
+    # dynamic sizes need the mode that knows their symbols
     if not isinstance(like, FakeTensor) or any(type(size) is not int for size in shape):
         return like.new_empty(tuple(shape), dtype=dtype)
     with no_dispatch():

@@ -30,7 +30,7 @@ def graph_modules(top: torch.nn.Module) -> Iterator[tuple[str, GraphModule]]:
 def attribute(module: torch.nn.Module, target: str) -> Any:
     value: Any = module
     for atom in target.split("."):
-        value = getattr(value, atom, None)
+        value = getattr(value, atom, None)  # None where a graph names what is not there: to say so is lint's job
     return value
 
 
@@ -57,6 +57,7 @@ class Call:
     @property
     def spread(self) -> bool:
         """Whether its operands are its last arguments, so that one more can be appended."""
+        # operands in a list, as `cond` and `map` take them, leave no place to append to
         given = self.node.args[len(self.node.args) - len(self.bound) :]
         return len(given) == len(self.bound) and all(a is b for a, b in zip(given, self.bound.values(), strict=True))
 
@@ -70,6 +71,7 @@ class Nest:
         self.by_path: dict[str, list[Call]] = defaultdict(list)  # the calls of a graph
         self.by_node: dict[Node, list[Call]] = defaultdict(list)  # the graphs that a node calls
         self.holders: set[Node] = set()  # the get_attr nodes that bring in a graph, which is no value
+        # most programs are one graph: for them no module is visited
         modules = dict(graph_modules(top)) if len(self.graphs) > 1 else {}
         known = {id(module): path for path, module in modules.items()}  # the first of several names
         for path, module in modules.items():
@@ -85,6 +87,7 @@ class Nest:
             if isinstance(nested, GraphModule):
                 self.holders.add(held)
                 found += [(user, nested) for user in held.users]
+        # found a kind at a time, and by find_nodes in the order in which nodes were made
         return iter(sorted(found, key=lambda pair: pair[0]))
 
     def _add(self, node: Node, path: str, nested: str) -> None:
@@ -113,6 +116,7 @@ class Nest:
         """
         if node.op == "call_module" and node not in self.by_node:
             return node.target != "_guards_fn"
+        # a loop, a condition, a kernel of somebody else's: what it does with its operands is not looked for
         return any(not call.once for call in self.calls(node))
 
     def lifted(self, node: Node, graph: Graph) -> Iterator[Node]:

@@ -78,12 +78,14 @@ def options_of(made: type[Pass]) -> tuple[Option, ...]:
 
     Raises: KeyError naming a field that the docstring does not describe.
     """
-    types, described = get_type_hints(made), _described(made)
+    types, described = get_type_hints(made), _described(made)  # fields hold annotations as text
     found = []
     for field in fields(made):
         dashed, choices = field.name.replace("_", "-"), field.metadata.get("choices", {})
+        # typer cannot turn an option off that is on by default unless it is told the flag for it
         flags = field.metadata.get("flags", (f"--{dashed}/--no-{dashed}" if field.default is True else f"--{dashed}",))
         listed = ", ".join(f"{name} ({meaning})" if meaning else name for name, meaning in choices.items())
+        # a KeyError here is meant: an option that nobody describes would be one without help
         text = described[field.name] + (f" One of {listed}." if any(choices.values()) else "")
         default = field.default if field.default_factory is MISSING else field.default_factory()
         found.append(Option(field.name, tuple(flags), types[field.name], default, choices, text))
@@ -115,6 +117,7 @@ def _described(made: type[Pass]) -> dict[str, str]:
     names = "|".join(field.name for field in fields(made))
     found: dict[str, str] = {}
     for paragraph in _paragraphs(made):
+        # a paragraph may tell of several fields; one that begins with none is about the pass
         before, *parts = re.split(rf"(?:^| )({names}): ", paragraph)
         if not before:
             found |= {name: text[:1].upper() + text[1:] for name, text in zip(parts[::2], parts[1::2], strict=True)}

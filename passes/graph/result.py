@@ -37,6 +37,7 @@ class Declined:
 class Reason(str):
     """Why something is refused, empty where it is not. remedy: what the user can do about it, empty where nothing."""
 
+    # a str, so that the first of several refusals is `a or b`, and a plain sentence is one that advises nothing
     remedy: str
 
     def __new__(cls, text: str = "", remedy: str = "") -> Reason:
@@ -46,6 +47,7 @@ class Reason(str):
 
     def inside(self, wider: str) -> Reason:
         """The same refusal in a wider sentence, which says `{}` where this one goes."""
+        # the text is put in, never formatted: names of nodes and reprs may have braces
         return Reason(wider.format(str(self)), self.remedy)
 
 
@@ -103,7 +105,7 @@ class Result:
     @property
     def modified(self) -> bool:
         """Whether anything changed: a second run of the same pass says False."""
-        return bool(self.edits)
+        return bool(self.edits)  # by it torch's PassManager runs its passes again, up to its steps
 
     @property
     def graph_module(self) -> GraphModule:
@@ -116,6 +118,7 @@ def top_module(program: Program) -> GraphModule:
 
     Raises: InvalidProgram for anything but an ExportedProgram or a GraphModule.
     """
+    # checked here though it is typed, as callers of a library hand in modules, paths, what they have
     top: Any = program.graph_module if isinstance(program, ExportedProgram) else program
     if isinstance(top, GraphModule):
         return top

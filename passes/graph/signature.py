@@ -79,6 +79,7 @@ class Listing:
 
     def mutate(self, target: Node, value: Node) -> None:
         """What an input, or its latest value, becomes. An input that is listed already keeps its entry."""
+        # batch norms on one buffer chain: what the last makes of it is listed, not what it was made of
         mutation = self._new.pop(target, None) or self._mutation_of(target)
         if mutation is not None:
             self._new[value] = mutation
@@ -138,6 +139,7 @@ class Listing:
         output, pairs = self.graph.output_node(), self._returned()
         if "val" in output.meta and self.changed:  # a loaded program's has
             output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, Node) else v for _, v in pairs)
+        # torch pairs specs and placeholders by their order in the graph, which is not that in which nodes were made
         inputs = list(self._found.input_specs)
         if self._moved:
             inputs = [self.inputs[node.name] for node in sorted(self.graph.find_nodes(op="placeholder"))]
@@ -147,6 +149,7 @@ class Listing:
         """What the graph returns, with the new mutations among the listed ones."""
         new = [(spec, value) for value, spec in self._new.items()]
         pairs = self._returned()
+        # torch tells the outputs apart by counting: tokens, then mutations, then what the caller gets
         begin = sum(spec.kind is OutputKind.TOKEN for spec, _ in pairs)
         end = begin + sum(spec.kind in MUTATED for spec, _ in pairs)
         listed = pairs[begin:end] + [pair for pair in new if pair[0].target not in self._places]
@@ -162,6 +165,7 @@ class Listing:
     ) -> list[tuple[OutputSpec, Any]]:
         """Puts each free mutation ahead of the first listed one of a later input."""
         names = [node.name for node in sorted(self.graph.find_nodes(op="placeholder"))]
+        # a buffer is listed by its name in the state, a user input by that of its placeholder
         order = {str(self.inputs[name].target or name): place for place, name in enumerate(names)}
         waiting = sorted(free, key=lambda pair: order[str(pair[0].target)], reverse=True)
         merged = []
@@ -233,7 +237,7 @@ def copy_entry(entry: ModuleCallEntry, stands: Mapping[str, str]) -> ModuleCallE
         return ModuleCallEntry(entry.fqn)
     inputs, outputs = (list(map(copy.copy, a)) for a in (entry.signature.inputs, entry.signature.outputs))
     for argument in (*inputs, *outputs):
-        while getattr(argument, "name", None) in stands:
+        while getattr(argument, "name", None) in stands:  # what stands for a node may have been replaced itself
             argument.name = stands[argument.name]
     return dataclasses.replace(entry, signature=dataclasses.replace(entry.signature, inputs=inputs, outputs=outputs))
 
@@ -241,6 +245,7 @@ def copy_entry(entry: ModuleCallEntry, stands: Mapping[str, str]) -> ModuleCallE
 def tensors_of(program: Program) -> dict[str, torch.Tensor]:
     """Everything that a program holds, by name: parameters, buffers, constants; what is tied under each name."""
     if isinstance(program, ExportedProgram):
+        # constants first: a buffer that is not persistent is among them, and state wins where a name is both
         state: dict[str, Any] = {**program.constants, **program.state_dict}
     else:
         state = dict(program.named_parameters(remove_duplicate=False))

@@ -22,13 +22,14 @@ class State(Constants):
         self._dead: set[str] = set()
         self._made: dict[tuple[Node, str], Node] = {}  # new parameters: a root beside it, its name -> its node
         self._latest: dict[Node, Node] = {}  # the last new parameter beside a node
+        # a tensor cannot be called as a module: all that is ahead of a dot is taken too
         self._taken = {prefix for name in self.tensors for prefix in accumulate(name.split("."), "{}.{}".format)}
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Another tensor in the place of one, under all the names it has."""
         old = self.tensors[name]
         for other in self.storages.sharing(name):
-            if self.tensors[other] is old:
+            if self.tensors[other] is old:  # tied: the same tensor, where a slice of its memory would be another
                 self.draft.holding.hold(other, _like(tensor, old))
 
     def add(self, beside: Constant, leaf: str, tensor: torch.Tensor, learns: bool) -> str:
@@ -63,7 +64,7 @@ class State(Constants):
         elif beside.op == "placeholder":
             node = self.draft.add_parameter("p_" + name.replace(".", "_"), name, after)
         else:
-            depth = str(beside.target).count(".")
+            depth = str(beside.target).count(".")  # a nested module reads its tensors from where it lies itself
             with graph.inserting_after(after):
                 node = graph.get_attr(".".join(name.split(".")[-1 - depth :]))
         self._made[beside, name] = self._latest[beside] = node
@@ -86,6 +87,7 @@ class State(Constants):
             caller = call.node
             del call.bound[node]
             placeholders = node.graph.find_nodes(op="placeholder")
+            # operands come last among the arguments: from the end it is the placeholder's place
             place = len(caller.args) - len(placeholders) + placeholders.index(node)
             caller.args = (*caller.args[:place], *caller.args[place + 1 :])
             operands = [operand]

@@ -39,7 +39,7 @@ def trace(
 
     def traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
         found = function(dict(zip(values, tensors, strict=True)))
-        named[:] = found
+        named[:] = found  # which results there are is known once it has run: a graph returns them by place
         return list(found.values())
 
     with torch.no_grad():  # a gradient of the formula is not asked for, and would be traced with it

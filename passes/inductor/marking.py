@@ -59,6 +59,7 @@ class MarkKept(CustomGraphPass):
     def uuid(self) -> str | None:
         if not callable(self.keep):
             return _identity(self.keep)
+        # None tells Inductor to cache nothing: what a function decides by cannot be seen from here
         own = getattr(self.keep, "uuid", None)
         return None if own is None else _identity(f"predicate {own()}")
 
@@ -71,7 +72,7 @@ class CallKernels(CustomGraphPass):
         for family, mark in kept().items():
             for node in graph.find_nodes(op="call_function", target=mark):
                 _lower(family)
-                node.target = family
+                node.target = family  # of the same schema: arguments and results stay
 
     def uuid(self) -> str:
         return _identity("")
@@ -125,6 +126,7 @@ def _called(node: Node) -> Site:
 
 def _transforms(node: Node) -> bool:
     """Whether a call is one of torch.func's, which asks for rules (vmap's, jvp's) that only ATen's own ops have."""
+    # Dynamo writes them into the graph as calls of Python functions, around everything that is transformed
     return "_functorch" in (getattr(node.target, "__module__", None) or "")
 
 
@@ -175,6 +177,7 @@ def _write(site: Site) -> None:
         filled = {name: fill(norm, name, _channels(norm), graph.call_function) for name in norm.missing}
         args, _ = target.write(replace(norm, **filled))
         call = graph.call_function(kept()[target.overload], args)
+        # the values were the legacy call's: of another number of outputs
         call.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
 
         def output(role: str) -> Node:
@@ -193,6 +196,7 @@ def _write(site: Site) -> None:
 
 def _channels(norm: BatchNorm) -> Any:
     """How many channels there are: what is [C] may say it where the input's shape is dynamic."""
+    # one is enough here, as Dynamo and torch.export noted these values just now: none is stale
     sizes = (_value(getattr(norm, name)).shape[0] for name in NEUTRAL if getattr(norm, name) is not None)
     return next(sizes, _value(norm.input).shape[1])
 

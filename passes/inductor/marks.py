@@ -43,6 +43,7 @@ def _define(library: Any, family: Any) -> OpOverload:
     schema = str(family._schema).removeprefix("aten::")
     name = schema.partition("(")[0]
     library.define(schema, tags=family.tags)
+    # for every device and below autograd; CompositeImplicitAutograd would be taken apart while it is traced
     library.impl(name, family, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_batchnorm::{name}", family, lib=library)
     return getattr(torch.ops.torch_batchnorm, name).default  # type: ignore[no-any-return]
@@ -57,7 +58,7 @@ def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(input, weight, *statistics, reserve)
     ctx.training, ctx.eps = training, eps
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # an output that no gradient came by is None, and no kernel is called for it
 
 
 def _gradient(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

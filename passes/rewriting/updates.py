@@ -31,8 +31,10 @@ class Inputs:
         """
         for statistic in (site.norm.running_mean, site.norm.running_var):
             writes = f"it writes to {statistic.name}"
+            # the signature lists what the top graph returns
             if site.path:
                 return Reason(f"{writes} inside nested graph {site.path}, which cannot hand the new value out")
+            # the new value would take the place of both
             if sum(getattr(site.norm, name) is statistic for name in FIELDS[:5]) > 1:
                 return Reason(f"{writes}, which is another of its arguments too")
             if reason := self.refuse_shared(statistic, (site.node,)):
@@ -44,6 +46,7 @@ class Inputs:
         nodes that are known to make their own result, or will.
         """
         writes = f"it writes to {written.name}"
+        # a view shows the write to who reads it later, but never a new value that stands for what it is a view of
         readers = list(written.users)
         if written.op == "placeholder":
             kind = self.specs[written.name].kind if written.name in self.specs else InputKind.USER_INPUT
@@ -52,7 +55,7 @@ class Inputs:
             if sharing := [name for name in self._storages.sharing(written.name) if name != written.name]:
                 return Reason(f"{writes}, whose memory {sharing[0]} shares")
         else:
-            readers.append(written)
+            readers.append(written)  # what made it may have handed on an operand's memory
         aliases = [node for node in readers if node not in fresh and may_alias(node)]
         return Reason(f"{writes}, whose memory {aliases[0].name} ({aliases[0].target}) may share" if aliases else "")
 
@@ -60,6 +63,7 @@ class Inputs:
     def _storages(self) -> Storages:
         """Where the parameters, buffers and constants in use lie, by placeholder name."""
         state = tensors_of(self.program)
+        # an input that nothing reads shows no write
         used = {node.name for node in self.program.graph.find_nodes(op="placeholder") if node.users}
         targets = {name: spec.target or "" for name, spec in self.specs.items() if name in used}
         return Storages({name: state[target] for name, target in targets.items() if target in state})
