@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -51,10 +52,7 @@ def batch_norm_with_update(
     (tensor(0.), tensor([0.1000, 0.1000, 0.1000]))
     """
     norm = BatchNorm(input, weight, bias, running_mean, running_var, True, momentum, eps)
-    _check("batch_norm_with_update", norm)
-    if guard_or_false(input.numel() == 0):
-        return _into(out, _empty(norm))
-    results: Four = aten._batch_norm_with_update.default(input, *_filled(norm), momentum, eps)
+    results: Four = _computed("batch_norm_with_update", aten._batch_norm_with_update.default, norm)
     return _into(out, results)
 
 
@@ -75,14 +73,12 @@ def batch_norm_with_update_functional(
     Raises: InvalidBatchNorm as `batch_norm_with_update`. Source: aten::_batch_norm_with_update_functional.
     """
     norm = BatchNorm(input, weight, bias, running_mean, running_var, True, momentum, eps)
-    _check("batch_norm_with_update_functional", norm)
-    tensors = _filled(norm)
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-    if guard_or_false(input.numel() == 0):
-        results = (*_empty(norm), tensors[2].clone(), tensors[3].clone())
-    else:
-        results = aten._batch_norm_with_update_functional.default(input, *tensors, momentum, eps)
-    return (*_into(out, results[:4]), None, None) if running_mean is None else _into(out, results)
+    results = _computed("batch_norm_with_update_functional", aten._batch_norm_with_update_functional.default, norm)
+    # what was filled in for statistics is nobody's to have
+    if running_mean is None or running_var is None:
+        return (*_into(out, results[:4]), None, None)
+    # an empty batch updates nothing, and what is returned is new memory all the same
+    return _into(out, results if results[4:] else (*results, running_mean.clone(), running_var.clone()))
 
 
 def batch_norm_no_update(
@@ -104,11 +100,9 @@ def batch_norm_no_update(
     Source: aten::_batch_norm_no_update; the saved statistics, pytorch#100985.
     """
     norm = BatchNorm(input, weight, bias, running_mean, running_var, False, momentum, eps)
-    _check("batch_norm_no_update", norm)
-    if guard_or_false(input.numel() == 0):
-        return _into(out, _empty(norm))
-    results: Four = aten._batch_norm_no_update.default(input, *_filled(norm), momentum, eps)
-    return _into(out, (results[0], norm.running_mean.clone(), torch.rsqrt(norm.running_var + eps), results[3]))
+    result, _, _, reserve = _computed("batch_norm_no_update", aten._batch_norm_no_update.default, norm)
+    # not the kernel's own: on CPU those have no elements. pytorch#100985.
+    return _into(out, (result, norm.running_mean.clone(), torch.rsqrt(norm.running_var + eps), reserve))
 
 
 def batch_norm_backward(
@@ -151,6 +145,15 @@ def batch_norm_backward(
     return found[0], found[1], found[2]
 
 
+def _computed(name: str, overload: OpOverload, norm: BatchNorm) -> Any:
+    """What the kernel returns; of an empty batch, which it refuses in training, the first four that are defined."""
+    _check(name, norm)  # not taken from the overload: Dynamo, which traces this, cannot read its name
+    # A size that may be zero is not guarded on: a graph then keeps the kernel, for every batch.
+    if guard_or_false(norm.input.numel() == 0):
+        return _empty(norm)
+    return overload(norm.input, *_filled(norm), norm.momentum, norm.eps)
+
+
 def _filled(norm: BatchNorm) -> list[Tensor]:
     """Weight, bias and statistics for a kernel, which needs all of them."""
     channels, given = norm.input.shape[1], {name: getattr(norm, name) for name in NEUTRAL}
@@ -159,14 +162,12 @@ def _filled(norm: BatchNorm) -> list[Tensor]:
 
 def _empty(norm: BatchNorm) -> Four:
     """What an empty batch gives: an output that is differentiable like any other, to gradients of zero."""
-    input, (weight, bias, mean, var) = norm.input, _filled(norm)
+    input, (weight, bias, *_) = norm.input, _filled(norm)
     shape = [1, -1, *[1] * (input.ndim - 2)]
+    # half by float32 is float32, which the output is not
     out = (input * weight.view(shape) + bias.view(shape)).to(input.dtype)
-    reserve = input.new_empty((0,), dtype=torch.uint8)
-    if norm.training:
-        saved = torch.zeros_like(weight).detach()
-        return out, saved, saved.clone(), reserve
-    return out, mean.clone(), torch.rsqrt(var + norm.eps), reserve
+    saved = torch.zeros_like(weight).detach()
+    return out, saved, saved.clone(), input.new_empty((0,), dtype=torch.uint8)
 
 
 def written(place: Tensor, result: Tensor) -> Any:

@@ -21,14 +21,12 @@ def run_pinned(library: Vendor, form: Form, record: BatchNorm | Gradient) -> Any
         grads = target.overload(*args)
         return tuple(g if asked else None for g, asked in zip(grads, record.output_mask, strict=True))
     if form.statistics is Statistics.OUTPUTS:
-        record = replace(
-            record,
-            running_mean=record.running_mean.clone(),
-            running_var=record.running_var.clone(),
-        )
+        # libraries write in place alone: what is returned is a copy that they wrote to
+        record = replace(record, running_mean=record.running_mean.clone(), running_var=record.running_var.clone())
     target = BY_TARGET[library.forward][0]
     args, _ = target.write(record)
     found = dict(zip(target.roles, target.overload(*args), strict=True))
+    # cuDNN alone returns a reserve
     found.setdefault("reserve", record.input.new_empty((0,), dtype=torch.uint8))
     found |= {"new_running_mean": record.running_mean, "new_running_var": record.running_var}
     for role, place in record.out.items():

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._decomp import decomposition_table, meta_table
 from torch._decomp.decompositions import _get_batch_norm_reserve_tensor
 from torch._prims_common import suggest_memory_format
@@ -77,18 +76,15 @@ def _fake(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _made(norm: BatchNorm | Gradient, role: str) -> Any:
-    """A fake of one output: activations in the input's memory format, everything else as `returned` says."""
+    """A fake of one output: activations in the memory format that the input is in, or nearly in, as kernels allocate
+    them; everything else as `returned` says.
+    """
     if role in ("out", "grad_input"):
-        return _like_input(norm.input)
+        return torch.empty_like(norm.input, memory_format=suggest_memory_format(norm.input))
     if role == "reserve" and isinstance(norm, BatchNorm):
         return _reserve(norm)
     shape, dtype = returned(norm, role)
     return norm.input.new_empty(shape, dtype=dtype)
-
-
-def _like_input(input: Tensor) -> Tensor:
-    """An activation as the kernels allocate it: in the memory format that the input is in, or nearly in."""
-    return torch.empty_like(input, memory_format=suggest_memory_format(input))
 
 
 def _reserve(norm: BatchNorm) -> Any:

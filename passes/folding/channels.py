@@ -161,18 +161,6 @@ def _channelwise(state: State, other: Any, axis: int, channels: int) -> Tensor |
     return None if isinstance(constant, str) else wide(constant.value()).reshape(-1).expand(channels)
 
 
-def _keeps_dtype(node: Node, args: list[Any]) -> bool:
-    before, after = val_of(args[0]), val_of(node)
-    return cast_of(node) is not None and before is not None and after is not None and before.dtype == after.dtype
-
-
-def _swapped(args: list[Any], ndim: int) -> list[int]:
-    axes = list(range(ndim))
-    a, b = (d % ndim for d in args[1:3])
-    axes[a], axes[b] = axes[b], axes[a]
-    return axes
-
-
 def permuted(axes: Sequence[int], axis: int, channels: int, up: bool) -> tuple[int, Tensor] | None:
     """As `aligned`, for what moves whole dimensions: axes holds, for each dimension of the result, that of its operand;
     the last ones are left out where their entries are repeated. up: from the result to the operand.

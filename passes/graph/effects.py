@@ -27,8 +27,8 @@ def cast_of(node: Node) -> Node | None:
 
 def transparent(node: Node) -> Node | None:
     """The operand whose value a node hands on: of an alias, a cast to the same dtype, a view of one value a channel."""
-    source, kind = node.args[0] if node.args else None, kind_of(node.target)
-    if not isinstance(source, Node) or kind not in (Kind.ALIAS, Kind.RESHAPE, Kind.CAST):
+    kind = kind_of(node.target)  # most nodes are of none: whoever walks a graph asks of every node
+    if kind not in (Kind.ALIAS, Kind.RESHAPE, Kind.CAST) or not isinstance(source := next(iter(node.args), None), Node):
         return None
     if kind is Kind.ALIAS:  # whatever its metadata says, which graphs made by hand do not have
         return source

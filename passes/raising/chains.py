@@ -146,9 +146,10 @@ def _reader(node: Node, nodes: Set[Node]) -> Node | None:
 
 def live(node: Node, depth: int = 4) -> bool:
     """Whether something comes of a node: graphs that were not cleaned hold views that nothing reads."""
-    if node.op != "call_function" or node.is_impure():
+    if node.op != "call_function":
         return True
-    return any(live(user, depth - 1) for user in node.users) if depth else bool(node.users)
+    # asking torch whether an op is impure takes longer than to look for readers: it comes last
+    return (any(live(user, depth - 1) for user in node.users) if depth else bool(node.users)) or node.is_impure()
 
 
 def _operands(norm: BatchNorm | Gradient, reference: Reference, holders: _Holders) -> dict[str, Node] | Reason:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ _MOMENTUM, _EPS = 0.1, 1e-5
 @dataclass(frozen=True)
 class Candidate:
     """A chain that looks like batch norm. node: its anchor. guesses: records, best first, each with the emitter that it
-    is spelled as. reason: why it is none after all, as far as can be told without the reference.
+    is spelled as; made as they are asked for. reason: why it is none after all, as far as can be told without the
+    reference.
     """
 
     node: Node
-    guesses: Sequence[tuple[BatchNorm | Gradient, str]]
+    guesses: Iterable[tuple[BatchNorm | Gradient, str]]
     reason: Reason
 
 
@@ -46,9 +48,8 @@ def find_candidates(graph: Graph) -> Iterator[Candidate]:
         for target in dict.fromkeys(pattern.anchor.target for pattern in patterns(kind)):
             anchored = [pattern for pattern in patterns(kind) if pattern.anchor.target is target]
             for node in graph.find_nodes(op="call_function", target=target):
-                matches = [] if node._erased else [_Match(p, b) for p in anchored for b in unify(p, node)]
-                matches = [match for match in matches if match.fits()]
-                if matches and (candidate := read(node, matches)) is not None:
+                # a chain that was raised meanwhile took its other nodes of this target along
+                if not node._erased and (candidate := read(node, anchored)) is not None:
                     yield candidate
 
 
@@ -92,6 +93,12 @@ class _Match:
             yield kind(**{**given, **operands, "training": self.pattern.training}), self.pattern.emitter
 
 
+def _matches(node: Node, anchored: Iterable[Pattern]) -> Iterator[_Match]:
+    """What patterns bind, anchored at a node, one by one: the first one nearly always is the chain."""
+    found = (_Match(pattern, binding) for pattern in anchored for binding in unify(pattern, node))
+    return (match for match in found if match.fits())
+
+
 def _of_channels(node: Node, input: Node) -> bool:
     """Whether a tensor has one value for each channel of an input, and broadcasts along its dimension 1."""
     val, whole = val_of(node), val_of(input)
@@ -101,22 +108,30 @@ def _of_channels(node: Node, input: Node) -> bool:
     return whole.shape[1] == 1 if axis == -1 else axis == whole.ndim - 2 and val.shape[-1 - axis] == whole.shape[1]
 
 
-def _distinct(guesses: list[Any]) -> list[Any]:
-    return [guess for i, guess in enumerate(guesses) if guess not in guesses[:i]]
+def _distinct(guesses: Iterable[Any]) -> Iterator[Any]:
+    seen: list[Any] = []
+    for guess in guesses:
+        if guess not in seen:
+            seen.append(guess)
+            yield guess
 
 
 # Forwards.
 
 
-def _forward(anchor: Node, matches: Sequence[_Match]) -> Candidate | None:
-    found = [match for match in matches if match.pattern.training] or matches
-    reason, eps = _refuse_statistics(found[0]), found[0].binding["eps"]
-    if reason is None or _regrouped(found[0].source("input")):
+def _forward(anchor: Node, anchored: Sequence[Pattern]) -> Candidate | None:
+    # training first: to a pattern of eval, the statistics of the batch are an operand like any other
+    matches = _matches(anchor, sorted(anchored, key=lambda pattern: not pattern.training))
+    first = next(matches, None)
+    reason = None if first is None else _refuse_statistics(first)
+    if first is None or reason is None or _regrouped(first.source("input")):
         return None
+    eps = first.binding["eps"]
     if not reason and type(eps) not in (int, float):
         reason = Reason(f"its eps is {eps}, not a literal number")
-    guesses = [] if reason else [guess for match in found for guess in match.records(momentum=_MOMENTUM)]
-    return Candidate(anchor, _distinct(guesses), reason)
+    alike = (match for match in matches if match.pattern.training is first.pattern.training)
+    guesses = (guess for match in chain([first], alike) for guess in match.records(momentum=_MOMENTUM))
+    return Candidate(anchor, () if reason else _distinct(guesses), reason)
 
 
 def _refuse_statistics(match: _Match) -> Reason | None:
@@ -196,15 +211,15 @@ def _regrouped(node: Any) -> bool:
 # Gradients.
 
 
-def _gradient(anchor: Node, matches: Sequence[_Match]) -> Candidate | None:
-    found, expected = _dims(anchor)
+def _gradient(anchor: Node, anchored: Sequence[Pattern]) -> Candidate | None:
+    matches, (found, expected) = [*_matches(anchor, anchored)], _dims(anchor)
     guesses = [
         guess
         for match in matches
         if found == expected and (match.pattern.training or _computed(match.source("running_var")) is None)
         for guess in match.records(output_mask=[True] * 3, eps=_saved_eps(match))
     ]
-    return Candidate(anchor, _distinct(guesses), Reason()) if guesses else None
+    return Candidate(anchor, [*_distinct(guesses)], Reason()) if guesses else None
 
 
 def _saved_eps(match: _Match) -> float:
