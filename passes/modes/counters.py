@@ -24,7 +24,6 @@ from ..rewriting.tracked import COUNTER, counter_beside, root_of
 aten = torch.ops.aten
 
 _ADD, _ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
-_SPELLED = {op: str(op) for op in (_ADD, _ADD_IN_PLACE)}
 
 # What a constant passes through between its place in the state and the add.
 _WRAPS = (
@@ -33,6 +32,7 @@ _WRAPS = (
     aten.clone.default,
 )
 
+# What is filled in for a batch norm stands right before it, and a counter's add before that: so torch.export writes it.
 _FILLS = {o for o, row in OP_BY_TARGET.items() if row.kind is Kind.FILL} | {aten.sym_size.int}
 
 
@@ -48,6 +48,7 @@ class Counters:
                 self.holders[name].setdefault(node.graph, node)
         self.graphs = dict(draft.graphs)
         self.adds: dict[str, list[Node]] = {}
+        # a functional program adds and lists: the adds that count are those that lead to what is listed
         self.written: dict[Node, list[Node]] = defaultdict(list)
         for target, value in draft.listing.mutations():
             self.written[target].append(value)
@@ -68,6 +69,7 @@ class Counters:
         if not mean:
             return None
         name = counter_beside(mean)
+        # a counter that no node brings in is there all the same: exported in eval, nothing reads it
         return name if name in self.holders or name in self.state else None
 
     def pair(self, sites: list[Site]) -> dict[Node, Node | Reason]:
@@ -81,6 +83,7 @@ class Counters:
                 by_counter[name].append(site)
         paired: dict[Node, Node | Reason] = {}
         for name, counted in by_counter.items():
+            # no add at all is no refusal: whoever writes a graph by hand may count nothing
             adds = self._adds_of(name)
             if adds and len(adds) != len(counted):
                 found = f"{name} is added to {len(adds)} times for {len(counted)} batch norms"
@@ -122,6 +125,7 @@ class Counters:
         """Whether an operand is 1: a literal, or a constant of the program, as lifting makes of it."""
         if not isinstance(value, Node):
             return bool(value == 1)
+        # torch.export lifts a tensor that the model's code makes into a constant of the program
         while value.target in _WRAPS and value.all_input_nodes:
             value = value.all_input_nodes[0]
         tensor = self.state.get(self.names.get(value, ""))
@@ -132,10 +136,11 @@ class Counters:
         if add is None:
             return None
         counter: Any = add.args[0]
-        one, op = add.args[1], _SPELLED[add.target]  # type: ignore[index]
+        one = add.args[1]
         before = _first_for(site.node) if add.graph is site.node.graph else None
+        # where its value is written back is asked only where something reads it, which an add in place has seldom
         place = root_of(counter) if add.users else counter
-        entry = {"op": op, **self.journal.take_update(add, counter, place, before)}
+        entry = {"op": str(add.target), **self.journal.take_update(add, counter, place, before)}
         if isinstance(one, Node):
             entry["one"] = self.journal.take_operand(one, _WRAPS)
         return entry
@@ -149,6 +154,7 @@ class Counters:
         counter, before = found
         entry = self._of_this_dialect(entry)
         value, one = self._value_before(counter, name, before), self._restored_one(entry, site, counter.graph)
+        # an operand that was put back at its own place may stand later than where the add goes by default
         if isinstance(one, Node) and one > before:
             before = one.next
         functional = entry["op"] == str(_ADD) if "op" in entry else self.draft.functional
@@ -168,6 +174,7 @@ class Counters:
 
     def _value_before(self, counter: Node, name: str, node: Node) -> Node:
         """What the counter is called right before a node."""
+        # two calls of one module count on: the second add reads what the first one made
         if name not in self.adds:
             self.adds[name] = self._adds_of(name)
         adds = (add for add in self.adds[name] if add.graph is node.graph and add < node)
@@ -200,6 +207,7 @@ class Counters:
 
     def _get(self, name: str) -> Node:
         graph = self.graphs[""]
+        # ahead of everything: whichever add is put back first, all of them may read it
         with graph.inserting_before(next(iter(graph.nodes))):
             node = graph.get_attr(name)
         self.holders[name][graph], self.names[node] = node, name
@@ -212,6 +220,7 @@ class Counters:
         owners = {name.rpartition(".")[0] for name in named if name} | ({site.owner} if site.owner else set())
         counters = {owner: self.state.get(f"{owner}.{COUNTER}" if owner else COUNTER) for owner in sorted(owners)}
         known = {owner: counter for owner, counter in counters.items() if counter is not None}
+        # by memory: two names of one tensor are one counter, and either will do
         if len({counter.data_ptr() for counter in known.values()}) < 2:
             return Reason()
         return Reason(f"its statistics are shared by {', '.join(known)}: whose counter it adds to is not known")
@@ -221,7 +230,7 @@ class Counters:
         path = site.path
         while path:
             calls = self.nest.callers(path)
-            kinds = {call.kind for call in calls}
+            kinds = {call.kind for call in calls}  # cond and while_loop run a graph as often as they find
             if len(calls) != 1 or not kinds <= {*ONCE, "call_module"}:
                 found = ", ".join(sorted(kinds)) or "nothing"
                 return Reason(f"its graph {path} is called by {found}, which may not run it once for each batch")

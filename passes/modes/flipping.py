@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..graph.draft import Draft
 from ..graph.journal import Entry, Journal
 from ..graph.meta import carried, empty_val, set_val, val_of
 from ..graph.result import Reason
+from ..rewriting.completion import set_args
 from ..rewriting.notes import forget, note_of, write_note
 from ..rewriting.site import GradientSite, Site, find_gradients
 from ..rewriting.tracked import root_of
@@ -27,13 +28,11 @@ from .counters import Counters
 
 aten = torch.ops.aten
 
+# Most sites are refused nothing: one empty reason does for all of them.
 _NONE = Reason()
 
 # What a gradient alone may read of a site that changes its mode.
 _SAVED = ("save_mean", "save_invstd", "reserve", "impl_index")
-
-# `node.args = ...` without fx's look at the attribute's name, which costs as much again.
-_set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset
 
 
 class Switch:
@@ -45,6 +44,7 @@ class Switch:
         self.draft, self.journal = draft, Journal(draft)
         self.counters = Counters(draft, self.journal)
         self.inputs = Inputs(draft.program) if draft.functional and isinstance(draft.program, ExportedProgram) else None
+        # a gradient says the mode in an argument of its own, which has to follow that of its forward
         self.gradients: dict[Node, list[GradientSite]] = defaultdict(list)
         for gradient in find_gradients(draft.graphs):
             made = forward_of(gradient.norm)
@@ -58,6 +58,8 @@ class Switch:
         training = [s for s in sites if s.tracks and s.norm.training is True]
         adds = self.counters.pair(training)
         told = {site.node: _NONE for site in training if chosen is None or site.node in chosen}
+        # the last one first: where two are on one buffer, the later one reads what the earlier one made of it, and
+        # hands that on when its own update goes
         for site in reversed(training):
             if site.node in told:
                 add = adds.get(site.node)
@@ -71,6 +73,7 @@ class Switch:
 
     def _refuse_switch(self, site: Site) -> Reason:
         """Why a site cannot change its mode, in either direction, empty when it can."""
+        # ahead of all else: of what cannot be read there is no record that could be asked
         if site.problem:
             return Reason(site.problem)
         gradients = self.gradients.get(site.node, ())
@@ -91,6 +94,9 @@ class Switch:
             text = f"its statistics start from {made.name} in each batch, as exportable writes momentum=None"
             return Reason(text, "export in eval")
         if site.form.statistics is Statistics.OUTPUTS:
+            # Old and new statistics are two values here, and one in eval. On the way back every reader behind the call
+            # takes the new one, so that one that took the old one would come back wrong. A copy_ is the write-back of a
+            # functional graph that was made a module.
             gradients = {gradient.node for gradient in self.gradients.get(site.node, ())}
             for statistic in (site.norm.running_mean, site.norm.running_var):
                 later = (u for u in statistic.users if u > site.node and u.target is not aten.copy_.default)
@@ -107,15 +113,17 @@ class Switch:
             held = [(role, holder) for role in UPDATED for holder in sorted(site.outputs.get(role, ()))]
             taken = [{"role": role, **self._take_update(holder, statistics[role])} for role, holder in reversed(held)]
             if taken:
-                note["updates"] = taken[::-1]
+                note["updates"] = taken[::-1]  # put back in the order in which they stood, each behind the one before
         if (entry := self.counters.remove(site, add)) is not None:
             note["counter"] = entry
         self._retarget(site, in_eval(form), training=False)
+        # a mark of frozen goes: the site is in eval because it was switched, and will be switched back
         write_note(node, train=note, frozen=None)
 
     def _take_update(self, holder: Node, statistic: Node) -> Entry:
         """Takes out a new running statistic: whoever read it reads the statistic."""
         call: Any = holder.args[0]
+        # right behind the call and its other outputs is where torch puts it: that place need not be noted
         behind = holder.prev is call or (holder.prev.target is operator.getitem and holder.prev.args[0] is call)
         before = holder.next if behind else None
         return self.journal.take_update(holder, statistic, root_of(statistic), before, like=call)
@@ -131,6 +139,7 @@ class Switch:
         if reason:
             return reason
         attach(site)
+        # exported in eval: it gets what torch.export writes of one that trains, the add of its counter too
         note = {"counter": {}} if note is None else note
         if "counter" in note:
             self.counters.restore(site, note["counter"])
@@ -152,10 +161,13 @@ class Switch:
 
     def _refuse_train(self, site: Site, target: Form, note: Entry | None) -> Reason:
         """Why an eval site cannot train, empty when it can."""
+        # the legacy ops write behind their schema, so torch lets one stand in a functional program: what stood there
+        # comes back, but none is put there
         writes = target.statistics is Statistics.IN_PLACE and self.draft.functional
         if writes and (note or {}).get("form") != target.name:
             text = f"{target.name} writes its statistics, which a functional program may not"
             return Reason(text, "legalize it to core_aten")
+        # nn.BatchNorm passes 0.0 for momentum=None, and 1 / n only while it trains: which it was is not in the graph
         if note is None and site.norm.momentum == 0:
             text = "its momentum is 0, as torch writes momentum=None in eval"
             return Reason(text, "export in training, with tbn.exportable")
@@ -174,7 +186,7 @@ class Switch:
             norm: BatchNorm = target.read(node.args, node.kwargs)
             role = entry["role"]
             statistic = norm.running_mean if role == UPDATED[0] else norm.running_var
-            behind = node.next
+            behind = node.next  # torch has the outputs of a call right behind it
             while behind.target is operator.getitem and behind.args[0] is node:
                 behind = behind.next
             index = target.roles.index(role)
@@ -182,6 +194,7 @@ class Switch:
             vals = node.meta.get("val")
             holder.meta = {**carried(node, None), **holder.meta}
             set_val(holder, None if vals is None else vals[index], node)
+            # the call's note came along with its metadata; it stays only where loading gave one to the other reads too
             if not any(note_of(reader) for reader in node.users if reader is not holder):
                 write_note(holder, form=None, filled=None, train=None)
             self.journal.update(entry, holder, statistic, root_of(statistic), node)
@@ -260,6 +273,8 @@ def _refuse_places(site: Site) -> Reason:
 
 def _refuse_single(site: Site) -> Reason:
     """Why an input has no batch statistics, empty when it has, or may have."""
+    # F.batch_norm refuses it in Python, which leaves nothing in the graph, and the kernel writes NaN into running_var.
+    # What a dynamic batch has is known when it runs.
     val = val_of(site.norm.input)
     if val is not None and all(type(size) is int for size in val.shape) and val.numel() == val.shape[1] > 0:
         return Reason(f"its input {list(val.shape)} has one value a channel: batch statistics are not defined")
@@ -277,6 +292,7 @@ def detach(site: Site) -> bool:
     node, cut = site.node, learning(site)
     for field, tensor in cut.items():
         with node.graph.inserting_before(node):
+            # named as torch.export names it: fx would call it detach_default
             held = node.graph.create_node("call_function", aten.detach.default, (tensor,), name="detach")
         held.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
         val = val_of(tensor)
@@ -304,7 +320,7 @@ def set_field(node: Node, form: Form, field: str, value: Any) -> None:
     """Sets one argument of a call, by position or by keyword as it was given."""
     index = form.arguments.index(field)
     if index < len(node.args):
-        _set_args(node, (*node.args[:index], value, *node.args[index + 1 :]))
+        set_args(node, (*node.args[:index], value, *node.args[index + 1 :]))
     else:
         node.kwargs = {**node.kwargs, form.schema_names[index]: value}
 
@@ -315,10 +331,12 @@ def _respell(node: Node, form: Form, target: Form, training: bool) -> None:
     values = [training if n == "training" else raw.get(n, target.extras.get(n)) for n in target.arguments]
     outs = {name: raw[form.destinations[role]] for role, name in target.destinations.items()}
     by_position = {*form.arguments[: len(node.args)]}
+    # the overloads of eval alone have momentum where the others have training first: what follows it stays by position
     if "momentum" in by_position:
         by_position.add("training")
     count = next((i for i, name in enumerate(target.arguments) if name not in by_position), len(values))
     keywords = dict(zip(target.arguments[count:], values[count:], strict=True))
+    # graphs written by hand call the packet, which picks the overload by its arguments
     packet = isinstance(node.target, torch._ops.OpOverloadPacket)
     node.target = target.overload.overloadpacket if packet else target.overload
     node.args, node.kwargs = tuple(values[:count]), {**keywords, **outs}

@@ -42,13 +42,17 @@ class Freeze:
         Raises: InvalidChoice when a glob matches no batch norm with running statistics, InvalidProgram for anything
         else than a program.
         """
+        # By name, as the nodes of a draft are copies under the same names. A draft copies the graphs: whether there is
+        # anything to do is told from the program itself.
         names = chosen_sites(program, self.modules)
         if not any(self._wanted(site) for site in find_sites(graphs_of(program)) if site.name in names):
             return Result(program)
         draft, log = Draft(program, self.inplace), Log()
         switch, sites = Switch(draft), list(find_sites(draft.graphs))
         chosen = [site for site in sites if site.name in names and self._wanted(site)]
+        # ahead of the switch, so that a site that cannot have all that was asked for is left in training
         refused = {s.node: reason for s in chosen if (reason := self._refuse_affine(switch, s))}
+        # all sites, not the chosen ones: which add is whose counter is told by their order
         refused |= switch.to_eval(sites, {site.node for site in chosen if site.node not in refused})
         for site in chosen:
             if reason := refused.get(site.node, Reason()):
@@ -58,18 +62,21 @@ class Freeze:
         return log.result(draft.build() if log.edits else program)
 
     def _freeze(self, site: Site, log: Log) -> None:
+        # behind the switch, which drops this mark; its other note stays, and says how the site trains when unfrozen
         write_note(site.node, frozen="asked")
+        # read anew: the switch may have made it a call of another overload
         stopped = self.affine and detach(read_site(site.node, site.path))
         what = "frozen, weight and bias too" if stopped else "frozen"
         log.edit(site, site.form.name, f"{site.node.target} ({what})")
 
     def _wanted(self, site: Site) -> bool:
-        note = note_of(site.node)
-        learns = self.affine and bool(learning(site))
-        return note.get("frozen") != "asked" or site.norm.training is True or learns
+        # found frozen ("exported") is so only until the program trains again: then it has to be asked for
+        asked = note_of(site.node).get("frozen") == "asked"
+        return not asked or site.norm.training is True or (self.affine and bool(learning(site)))
 
     def _refuse_affine(self, switch: Switch, site: Site) -> Reason:
         """Why weight and bias cannot be cut off from their gradients, empty when they can, or need not."""
+        # in a joint graph they were computed when it was traced: a detach would stop nothing
         if self.affine and switch.gradients.get(site.node):
             text = "the gradients of its weight and bias are in the graph, which hands them out"
             return Reason(text, "freeze it without affine")
@@ -97,6 +104,7 @@ class Unfreeze:
         else than a program.
         """
         names = chosen_sites(program, self.modules)
+        # asked of the untouched program: what is unfrozen first would answer for the others
         trains = _trains(program, names)
         sites = (site for site in find_sites(graphs_of(program)) if site.name in names)
         wanted = {s.name for s in sites if s.norm.training is False and is_frozen(s.node, trains)}
@@ -104,6 +112,7 @@ class Unfreeze:
             return Result(program)
         draft, log = Draft(program, self.inplace), Log()
         switch = Switch(draft)
+        # the first one first, each read when it is reached: see Switch
         for site in find_sites(draft.graphs):
             if site.name not in wanted:
                 continue
@@ -150,11 +159,13 @@ def chosen_sites(program: Program, modules: str | Sequence[str]) -> set[str]:
     """
     if not isinstance(modules, Iterable) or not all(isinstance(glob, str) for glob in modules):
         raise InvalidChoice(f"found modules={modules!r}, expected a glob of module paths, or several")
+    # text is an iterable of text as well, each letter a glob
     globs = [modules] if isinstance(modules, str) else list(modules)
     outside = state_names(program)
     paths = {s.name: _paths(s, outside) for s in find_sites(graphs_of(program)) if s.tracks}
     found: set[str] = set()
     for glob in globs:
+        # not fnmatch(), which folds case on some systems: a glob means the same modules everywhere
         matching = {name for name, known in paths.items() if any(fnmatchcase(path, glob) for path in known)}
         if not matching:
             raise InvalidChoice(_unmatched(glob, paths.values()))
@@ -164,8 +175,9 @@ def chosen_sites(program: Program, modules: str | Sequence[str]) -> set[str]:
 
 def _paths(site: Site, outside: dict[Node, str]) -> set[str]:
     """The module paths of a site: as it was traced, and where its statistics live."""
+    # Joint graphs and graphs written by hand do not say of a node which module it is of: their state has names.
     state = outside.get(root_of(site.norm.running_mean), "").rpartition(".")[0]
-    return {site.owner, state} - {""} or {""}
+    return {site.owner, state} - {""} or {""}  # of a batch norm that is the program itself: "*" matches it
 
 
 def _unmatched(glob: str, paths: Iterable[set[str]]) -> str:
@@ -180,8 +192,9 @@ def _trains(program: Program, names: set[str]) -> bool:
     """Whether the program trains, by what is not chosen; where there is nothing else, by what the chosen ones did."""
     graphs = graphs_of(program)
     sites = [site for site in find_sites(graphs) if site.tracks]
+    # others that nobody froze, and what draws, are in the program's own mode: they tell it, whichever it is
     others = [s for s in sites if s.name not in names and "frozen" not in note_of(s.node)]
     random = [r for r in find_random(graphs) if r.training is not None]
-    if is_training(sites, random) or others or random:
-        return is_training(sites, random)
+    if (trains := is_training(sites, random)) or others or random:
+        return trains
     return any("train" in note_of(site.node) for site in sites if site.name in names)

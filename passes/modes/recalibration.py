@@ -23,7 +23,6 @@ from ..rewriting.trains import find_random, is_frozen, is_training
 
 aten = torch.ops.aten
 
-
 METHODS = ("pooled", "cumulative")
 
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -49,7 +48,7 @@ class Tally:
         """Takes in one batch, [N, C, *]. Source: Chan, Golub, LeVeque 1979, which loses nothing to a far mean."""
         values = x.detach().transpose(0, 1).flatten(1).double()
         count = values.shape[1]
-        if not count:
+        if not count:  # an empty batch: its mean would be NaN, and would stay in all that follows
             return
         mean = values.mean(1)
         squares = (values - mean[:, None]).square().sum(1)
@@ -61,9 +60,11 @@ class Tally:
             self.squares = self.squares + squares + apart.square() * (self.count * count / total)
         self.count += count
         self.batches += 1
+        # of one value there is no unbiased variance: it counts as 0, and not as the NaN that the kernel gives
         latest = torch.stack([mean, squares / max(count - 1, 1)])
         self.average = latest if self.average is None else self.average + (latest - self.average) / self.batches
         if momentum is not None:
+            # the buffers stay as they are until the end: from the second batch on, what was moved is here alone
             old = torch.stack([t.double() for t in before]) if self.moved is None else self.moved
             self.moved = old + momentum * (latest - old)
 
@@ -109,15 +110,17 @@ class Recalibrate:
         else than a program.
         """
         self._check()
-        top_module(program)
+        top_module(program)  # refuses what is no program, in our words
         if not isinstance(batches, Iterable) or isinstance(batches, str):
             found = type(batches).__name__
             raise InvalidChoice(f"found {found} as batches, expected an iterable of them, such as a list")
+        # an exported program's own graph takes its state as inputs, its module by the names that functional_call needs
         module: Any = program.module() if isinstance(program, ExportedProgram) else program
         log = Log()
         tallies, measuring = self._measuring(module, log)
         if not tallies:
             return log.result(program)
+        # tied buffers are there under each of their names, as nothing is tied while it runs
         state = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         self._run(program, measuring, state, batches)
         for names in [names for names, tally in tallies.items() if not tally.count]:
@@ -125,6 +128,7 @@ class Recalibrate:
         tensors: dict[str, torch.Tensor] = {}
         for names, tally in tallies.items():
             tensors |= self._estimated(names, tally, state)
+        # a second run over the same batches gives the same numbers: nothing was modified then
         if all(torch.equal(state[name].to(t.device), t) for name, t in tensors.items()):
             return log.result(program)
         for tally in tallies.values():
@@ -155,6 +159,7 @@ class Recalibrate:
                 tallies[mean, var].sites.append(site)
         _decline_half_shared(log, tallies)
         for tally in tallies.values():
+            # a function is as good a target as an op, in a module that is run and never saved
             for site in tally.sites:
                 site.node.target = _recorder(site.form, tally, self.momentum)
         return tallies, draft.build()
@@ -167,6 +172,7 @@ class Recalibrate:
                 args, kwargs = arguments(program, batch, number)
                 try:
                     torch.func.functional_call(measuring, state, args, kwargs, tie_weights=False)
+                # what kernels, the module's input guards and its code raise of arguments that do not fit
                 except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as error:
                     said = " ".join(str(error).split())[:300] or type(error).__name__
                     found = f"batch {number}: found one that the program does not take ({said})"
@@ -229,6 +235,8 @@ def _recorder(form: Form, tally: Tally, momentum: float | None) -> Callable[...,
     def record(*args: Any, **kwargs: Any) -> Any:
         norm: BatchNorm = form.read(args, kwargs)
         tally.add(norm.input, (norm.running_mean, norm.running_var), momentum)
+        # Clones, as the kernel writes to them. A kernel that every device has, whichever overload stood here: a pinned
+        # one may not be in this build, and takes no norm that breaks its rules.
         tensors = (norm.input, norm.weight, norm.bias, norm.running_mean.clone(), norm.running_var.clone())
         if norm.input.numel():
             out, mean, invstd = aten.native_batch_norm(*tensors, True, 0.0, norm.eps)
@@ -236,6 +244,7 @@ def _recorder(form: Form, tally: Tally, momentum: float | None) -> Callable[...,
             out, mean, invstd = norm.input.clone(), norm.running_mean.clone(), norm.running_var.clone()
         made = {"out": out, "save_mean": mean, "save_invstd": invstd, "impl_index": 0}
         made |= {"new_running_mean": norm.running_mean, "new_running_var": norm.running_var}
+        # what a gradient alone reads is there in kind: no gradient runs
         made["reserve"] = out.new_empty(0, dtype=torch.uint8)
         for role, place in norm.out.items():
             made[role] = place.resize_(made[role].shape).copy_(made[role])
@@ -255,6 +264,7 @@ def arguments(program: Program, batch: Any, number: int) -> tuple[tuple[Any, ...
     if not isinstance(batch, dict):
         return (batch,), {}
     keywords, positional = _inputs(program)
+    # A dict may be arguments by name, or the one argument itself: names decide, and only what fits neither is refused.
     if batch.keys() == set(keywords) and not positional:
         return (), dict(batch)
     if batch.keys() == {*keywords, *positional}:

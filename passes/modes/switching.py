@@ -23,7 +23,6 @@ from .flipping import Switch
 
 MODES = ("eval", "train")
 
-
 Graphs = list[tuple[str, Graph]]
 
 
@@ -54,6 +53,7 @@ class SwitchMode:
         if self.to not in MODES:
             raise InvalidChoice(f"found mode {self.to!r}, expected one of {', '.join(MODES)}")
         graphs, log = graphs_of(program), Log()
+        # told from the program itself, as a draft copies its graphs
         if not self._wanted(graphs):
             _decline_unreadable(log, find_sites(graphs), self._random(graphs))
             return log.result(program)
@@ -66,7 +66,8 @@ class SwitchMode:
         """Whether anything is in the other mode: the first one found is enough."""
         if self.to == "eval":
             return any(map(_trains, find_sites(graphs))) or any(r.training for r in self._random(graphs))
-        trains = is_training(find_sites(graphs), find_random(graphs) if self.dropout else ())
+        # dropout that is not to be switched says nothing of the batch norms either
+        trains = is_training(find_sites(graphs), self._random(graphs))
         nodes = (site.node for site in find_sites(graphs) if _evaluates(site))
         quiet = (random.node for random in self._random(graphs) if random.training is False)
         return any(self._starts(node, trains) for node in chain(nodes, quiet))
@@ -77,7 +78,7 @@ class SwitchMode:
     def _stop(self, draft: Draft, log: Log) -> None:
         sites, random = list(find_sites(draft.graphs)), self._random(draft.graphs)
         _decline_unreadable(log, sites, random)
-        refused = Switch(draft).to_eval(filter(_trains, sites))
+        refused = Switch(draft).to_eval(sites)
         for site in filter(_trains, sites):
             if reason := refused[site.node]:
                 log.decline(site, reason)
@@ -87,14 +88,18 @@ class SwitchMode:
             stop(drawing)
             log.edit(drawing, f"{drawing.spelling} (train)", f"{drawing.spelling} (eval)")
         quiet = [site.node for site in sites if _evaluates(site)] + [r.node for r in random if r.training is False]
-        for node in quiet if log.edits else ():  # what was in eval while the program trained
+        # What was in eval while the program trained: when all is in eval, only a note tells it apart. An explicit
+        # freeze has its own, and what was switched before says how it trains.
+        for node in quiet if log.edits else ():
             if "train" not in (note := note_of(node)) and "frozen" not in note:
                 write_note(node, frozen="exported")
 
     def _start(self, draft: Draft, log: Log) -> None:
         random, switch = self._random(draft.graphs), Switch(draft)
         _decline_unreadable(log, (), random)
+        # asked before the first edit: what is started would make the rest frozen in a program that trains
         trains = is_training(find_sites(draft.graphs), random)
+        # each read when it is reached: a site on the same buffer as an earlier one reads what that one now returns
         for site in find_sites(draft.graphs):
             _decline_unreadable(log, (site,), ())
             if not _evaluates(site) or not self._starts(site.node, trains):

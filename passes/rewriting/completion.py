@@ -21,18 +21,19 @@ def become(node: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs
     """Turns a node into another call, so that its users need no change."""
     if node.target is not target:
         node.target = target
-    _set_args(node, args)
+    set_args(node, args)
     if node.kwargs or kwargs:
         node.kwargs = kwargs or {}
 
 
 # What `node.args = ` does, without the look-up tables that torch.fx writes anew whenever an attribute is set, as if it
 # were the target: the most that a batch norm cost.
-_set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset
+set_args: Callable[[Node, Any], None] = vars(Node)["args"].fset
 
 
 def reserve(draft: Draft, node: Node, input: Node) -> Node:
     """An empty reserve ahead of a call."""
+    # the CPU's and native kernels save nothing in it either: [0] of uint8 is what they return
     with node.graph.inserting_before(node):
         made = new_call(node.graph, aten.new_empty.default, (input, [0]), {"dtype": torch.uint8})
     val = val_of(input)
@@ -43,6 +44,7 @@ def reserve(draft: Draft, node: Node, input: Node) -> Node:
 def fill_in(norm: BatchNorm | Gradient, node: Node, name: str) -> Node:
     """The neutral [C] tensor for a missing weight, bias or statistic ahead of a call."""
     val = val_of(norm.input)
+    # a literal size where it is known: a sym_size is one more node, which says of a static graph that it is dynamic
     channels: Any = None if val is None else channels_of(norm, val_of)
     size = channels
     with node.graph.inserting_before(node):

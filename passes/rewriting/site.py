@@ -69,6 +69,7 @@ class Call:
     @property
     def writes(self) -> bool:
         """Whether its call writes its running statistics, whatever its schema says of that."""
+        # the form says it, and not the schema: the legacy ops declare no write, and Python never sees one
         tracks = self.norm.running_mean is not None
         return tracks and self.form.statistics is Statistics.IN_PLACE and self.norm.training is True
 
@@ -130,11 +131,13 @@ def find_nodes(graphs: Graphs) -> list[Node]:
 
 
 def _calls(graph: Graph, targets: Iterable[Any]) -> Iterator[Node]:
-    return (node for target in targets for node in graph.find_nodes(op="call_function", target=target))
+    # unsorted, as fx sorts what it finds of one target, and there are twenty
+    return (node for target in targets for node in graph.find_nodes(op="call_function", target=target, sort=False))
 
 
 def _found(graphs: Graphs, targets: Iterable[Any], read: Callable[[Node, str], S]) -> Iterator[S]:
     for path, graph in graphs:
+        # fx's table has them in the order in which they were made: sorting compares places in the graph
         for node in sorted(_calls(graph, targets)):
             yield read(node, path)
 
@@ -154,6 +157,7 @@ def _read(kind: type[S], node: Node, path: str) -> S:
     try:
         norm = _as_it_was(node, form, form.read(node.args, node.kwargs))
     except KeyError as absent:
+        # an invalid call is a site with a problem: a pass declines it, and never falls over it
         nothing = form.record(*[None] * (len(fields(form.record)) - 2))
         return kind(node, path, form, nothing, problem=f"argument {absent.args[0]} is missing from the call")
     outputs, problem = _outputs(node, form)
@@ -166,6 +170,7 @@ def _as_it_was(node: Node, form: Form, norm: Any) -> Any:
     The note of what was filled in travels with metadata, and metadata is copied freely: it counts only on a call of the
     family, and only for an operand that is the constant that was filled in.
     """
+    # the dialect first, which costs nothing: a note is validated whenever it is read
     noted = note_of(node).get("filled") if form.dialect is Dialect.FAMILY else None
     if not noted:
         return norm
@@ -184,6 +189,8 @@ def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
         return {form.roles[0]: [node]}, ""
     held: dict[str, list[Node]] = {}
     for user in node.users:
+        # Some readers take several outputs at once: a slice, or the whole tuple, returned or handed to a nested call.
+        # A bool is an int to Python, and an index nobody means.
         index = user.args[1] if user.target is operator.getitem and len(user.args) == 2 else None
         if type(index) is not int or not -len(form.roles) <= index < len(form.roles):
             return held, f"its outputs are read by {user.name} ({user.target}), which is not a getitem of one output"
@@ -193,11 +200,14 @@ def _outputs(node: Node, form: Form) -> tuple[dict[str, list[Node]], str]:
 
 def _unreadable(norm: BatchNorm | Gradient) -> str:
     """Why the record does not say what is computed, empty when it does."""
+    # What is known to be wrong is refused here, once, as the kernels of the family check little of it. What is not
+    # known is taken to be right.
     val = val_of(norm.input)
     if val is not None and val.ndim < 2:
         return f"its input is of rank {val.ndim}, expected [N, C, *]"
     if val is not None and (wrong := _wrong_length(norm, channels_of(norm, val_of))):
         return wrong
+    # most forms say their mode by which overload they are: one that is computed when it runs has no counterpart there
     if type(norm.training) is not bool:
         return f"training is {_found_as(norm.training)}, not a literal True or False: the mode is not known"
     if type(norm.eps) not in (float, int):
@@ -219,6 +229,7 @@ def _half_given(norm: BatchNorm) -> str:
     if (norm.running_mean is None) is not (norm.running_var is None):
         absent, given = ("running_mean", "running_var")[:: 1 if norm.running_mean is None else -1]
         return f"{absent} is None and {given} is {_found_as(getattr(norm, given))}: pass both or neither"
+    # ATen looks at neither and reads a null pointer: on CPU that is a crash of the process
     if norm.running_mean is None and not norm.training:
         return "it normalises with running statistics and has none: eval without running_mean, running_var is undefined"
     return ""

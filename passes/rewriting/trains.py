@@ -11,10 +11,9 @@ from torch.fx import Graph, Node
 
 from ...decomps.ops import OP_BY_TARGET, Kind, named
 from .notes import note_of
-from .site import Site
+from .site import Site, module_of
 
 aten = torch.ops.aten
-
 
 # The ops that draw as an argument says, with that argument (`dropout_p` holds a probability, 0 in eval), and those that
 # draw in every mode: what decomposed dropout and stochastic depth are made of.
@@ -47,8 +46,8 @@ class Random:
 
     @property
     def module(self) -> str:
-        stack = self.node.meta.get("nn_module_stack")
-        return str(list(stack.values())[-1][0]) if stack else ""
+        """Dotted path of the module that it was traced from, empty when the graph does not say."""
+        return module_of(self.node)
 
 
 def is_training(sites: Iterable[Site], random: Iterable[Random]) -> bool:
@@ -70,6 +69,7 @@ def is_frozen(node: Node, training: bool) -> bool:
 
 def find_random(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Random]:
     """Every op of the graphs whose randomness depends on the mode, in each graph in the order in which they run."""
+    # by target: a look-up in fx's side table for each op, whatever the size of the graph
     for path, graph in graphs:
         found = [n for target in _DRAWS for n in graph.find_nodes(op="call_function", target=target)]
         for node in sorted(found):
@@ -78,15 +78,19 @@ def find_random(graphs: Iterable[tuple[str, Graph]]) -> Iterator[Random]:
 
 def _read(node: Node, name: str) -> Random:
     if node.target in FLAGS:
+        # native_dropout takes None for its mode, and drops then
         value = named(node.target, node.args, node.kwargs)[FLAGS[node.target]]  # type: ignore[arg-type]
         literal = value is None or isinstance(value, bool | int | float)
         problem = "" if literal else f"its {FLAGS[node.target]} is no literal: its mode is not known"
         drawing = (value is None or bool(value)) if literal else None
         return Random(node, name, "flag", drawing, problem)
+    # Decomposing writes dropout out, each time in the same few ops. They are taken for one only when nothing else reads
+    # what is between: else the same numbers drawn mean something besides.
     if node.target in _BERNOULLI and (keep := _kept(node)) is not None:
         return Random(node, name, "mask", keep != 1.0)
     if stochastic_depth(node) is not None:
         return Random(node, name, "depth", True)
+    # stopped, it is not recognized by its readers any more, as its product reads the input alone
     if "depth" in note_of(node):
         return Random(node, name, "depth", False)
     reason = "it draws random numbers, and what stands in its place in the other mode is not in the program"
@@ -121,6 +125,7 @@ def stochastic_depth(node: Node) -> tuple[Node, Node] | None:
 
 
 def _same_dtype(product: Node, source: Node) -> bool:
+    # x * 1 has the dtype of x: where the product promotes, eval would be another dtype than it was
     dtypes = [getattr(n.meta.get("val"), "dtype", None) for n in (product, source)]
     return dtypes[0] is not None and dtypes[0] == dtypes[1]
 
