@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -185,7 +184,9 @@ class Counters:
             return 1
         node = self.journal.put_operand(graph, entry["one"], _WRAPS, 1, _described(site.node))
         if node is not None and "constant" in entry["one"]:
-            source = next(n for n in _sources(node) if n.op == "placeholder")
+            source = node
+            while source.op != "placeholder":
+                source = source.all_input_nodes[0]
             self.names[source] = entry["one"]["constant"]["target"]
             self.state[self.names[source]] = torch.tensor(1)
         return 1 if node is None else node
@@ -236,14 +237,6 @@ class Counters:
                 return Reason(f"its graph {path} is called by {found}, which may not run it once for each batch")
             path = calls[0].path
         return Reason()
-
-
-def _sources(node: Node) -> Iterator[Node]:
-    """A node, and what it was made of, as far as one operand tells."""
-    yield node
-    while node.all_input_nodes:
-        node = node.all_input_nodes[0]
-        yield node
 
 
 def _first_for(node: Node) -> Node:

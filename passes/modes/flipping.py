@@ -216,7 +216,7 @@ class Switch:
         node, known = site.node, _known(site)
         if known:
             spelled = target.read(node.args, node.kwargs)
-            vals = tuple(output_val(self.draft, known, spelled, target, role) for role in target.roles)
+            vals = tuple(output_val(self.draft, known, spelled, role) for role in target.roles)
             set_val(node, vals, node)
         single = len(site.form.roles) == 1
         held = [(r, h) for r in target.roles for h in site.outputs.get(r, ()) if not single and not h._erased]

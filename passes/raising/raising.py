@@ -184,7 +184,7 @@ def _raise_forward(draft: Draft, chain: Chain, path: str, log: Log) -> None:
     raised = _subject(chain.outputs["out"][0], path)
     site = read_site(_write(chain, form), path)
     target = row_in(Dialect.FAMILY, form, site.norm, draft.functional)
-    write_site(draft, site, site.norm, target)
+    write_site(draft, site, target)
     log.edit(raised, ELEMENTARY, target.name)
 
 
@@ -194,7 +194,7 @@ def _raise_gradient(draft: Draft, chain: Chain, path: str, log: Log) -> tuple[No
     log.edit(_subject(min(chain.results), path), ELEMENTARY, _GRADIENT.name)
     masked = replace(chain, norm=replace(norm, output_mask=[role in chain.outputs for role in GRADS]))
     site = read_gradient(_write(masked, _NATIVE_GRADIENT), path)
-    return write_gradient(draft, site, site.norm, _GRADIENT), site.norm
+    return write_gradient(draft, site, _GRADIENT), site.norm
 
 
 def _write(chain: Chain, form: Form) -> Node:

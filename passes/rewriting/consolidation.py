@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -47,23 +48,22 @@ class Consolidate:
         Raises: InvalidProgram for anything else.
         """
         graphs = graphs_of(program)
+        # told from the program itself: a draft copies its graphs, and `consolidate` is run on everything
         if all(site.form.dialect is Dialect.FAMILY for site in chain(find_sites(graphs), find_gradients(graphs))):
             return Result(program)
         draft, log = Draft(program, self.inplace), Log()
         inputs = Inputs(program) if draft.functional and isinstance(program, ExportedProgram) else None
         unwired: list[tuple[Node, Gradient]] = []
 
-        def write_forward(site: Site, target: Form) -> None:
-            write_site(draft, site, site.norm, target)
-
         def write_backward(site: GradientSite, target: Form) -> None:
-            call = write_gradient(draft, site, site.norm, target)
+            call = write_gradient(draft, site, target)
             if site.norm.reserve is None:
                 unwired.append((call, site.norm))
 
         # ahead of the forwards, whose impl_index and vendor's reserve then have no reader left
         rewrite(log, find_gradients(draft.graphs), lambda site: _plan_gradient(site, draft.functional), write_backward)
-        rewrite(log, find_sites(draft.graphs), lambda site: _plan_forward(site, inputs), write_forward)
+        rewrite(log, find_sites(draft.graphs), lambda site: _plan_forward(site, inputs), partial(write_site, draft))
+        # last: which reserve there is, is known when the forwards are of the family
         for call, norm in unwired:
             wire_reserve(draft, call, norm)
         # every call stays where the old one was, what it reads anew is ahead of it, and what is rebuilt is behind it
@@ -102,6 +102,7 @@ def _refuse_backward(site: GradientSite, functional: bool) -> Reason:
         return Reason()
     if functional:
         return Reason(f"{site.form.name} writes to its out arguments, which a functional program does not allow")
+    # The results are copied to where the old call wrote them: all three have to be there, in their final shape.
     if not all(norm.output_mask):
         return Reason("its output_mask leaves out arguments unwritten")
     shapes = [_shape(norm.input), *[(_shape(norm.input) or (None, None))[1:2]] * 2]
@@ -142,6 +143,7 @@ def _refuse_readers(site: Site) -> Reason:
         return Reason(
             "its impl_index is in use: it names a kernel, and the family picks one only when the program runs"
         )
+    # its own gradient reads it too, and was rewritten ahead of it: then that is no reader any more
     readers = (user for holder in site.outputs.get("reserve", ()) for user in holder.users)
     reader = next((user for user in readers if user.target is not _GRADIENT.overload), None)
     if reader is None:

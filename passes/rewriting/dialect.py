@@ -41,7 +41,7 @@ def to_training(draft: Draft, log: Log) -> Reason:
         if _ends_with_its_update(site, mutated, returned):
             target = nearest(Dialect.FAMILY, True, Statistics.IN_PLACE, out=False)
             log.edit(site, site.form.name, target.name)
-            write_site(draft, site, site.norm, target)
+            write_site(draft, site, target)
     # what is left is written at the end, where nothing reads the old value any more; of a counter, where it is added to
     for placeholder, value in pairs:
         _write(draft, placeholder, value, output)

@@ -12,7 +12,7 @@ from torch.fx import Node
 from ...decomps import formula
 from ...decomps.forms import GRADS, UPDATED, BatchNorm, Gradient
 from ..graph.draft import Draft
-from ..graph.meta import val_of
+from ..graph.meta import carried, val_of
 from ..graph.result import Reason
 from ..graph.tracing import trace
 from .notes import with_note
@@ -24,6 +24,7 @@ aten = torch.ops.aten
 def refuse_elementary(site: Call) -> Reason:
     """Why a site cannot be written as elementary operations, empty when it can."""
     norm = site.norm
+    # dtypes and ranks decide which operations the formula is: halves are widened, [C] is viewed as the input asks
     unknown = [node.name for node in _operands(norm).values() if val_of(node) is None]
     if unknown:
         told = f"the shape of {unknown[0]} is not known, and its formula is traced with it"
@@ -54,6 +55,7 @@ def write_elementary(draft: Draft, site: Call) -> None:
     """Replaces the site's call by the operations of its formula; every output that is read is one of them."""
     node, norm = site.node, site.norm
     made = _inline(site)
+    # in eval a form may return the statistics that it was given as the new ones
     if site.writes:
         _update(draft, site, made)
     elif isinstance(norm, BatchNorm) and not norm.training:
@@ -62,7 +64,7 @@ def write_elementary(draft: Draft, site: Call) -> None:
         for holder in holders:
             if holder.users:
                 draft.replace(holder, made[role])
-            if holder is not node:
+            if holder is not node:  # of a form that returns one tensor the call itself holds it, and goes last
                 node.graph.erase_node(holder)
     node.graph.erase_node(node)
 
@@ -73,6 +75,7 @@ def _inline(site: Call) -> dict[str, Node]:
     of: Any = formula.forward if isinstance(norm, BatchNorm) else formula.gradient
     wanted = {role for role in site.outputs if site.used(role)} | (set(UPDATED) if site.writes else set())
 
+    # what nobody reads would be dead operations in the graph
     def computed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {role: tensor for role, tensor in of(replace(norm, **tensors)).items() if role in wanted}
 
@@ -88,6 +91,7 @@ def _update(draft: Draft, site: Call, made: Mapping[str, Node]) -> None:
         if draft.functional:
             draft.mutate(statistic, last, made[role])
             continue
+        # behind the call, and so behind all operations of the formula, which read what the statistics were
         with last.graph.inserting_after(last):
             last = last.graph.call_function(aten.copy_.default, (statistic, made[role]))
         last.meta = {**metadata_for(site.node), **{key: val for key, val in statistic.meta.items() if key == "val"}}
@@ -100,7 +104,8 @@ def _operands(norm: BatchNorm | Gradient) -> dict[str, Node]:
 
 def metadata_for(node: Node) -> dict[str, Any]:
     """The metadata of a site for the nodes that stand for it, which have values of their own."""
-    kept = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+    kept = carried(node, None)
+    # our note is of a call that is gone, and would be read as one of these nodes' own; what others wrote there stays
     if "custom" in kept:
         kept["custom"] = with_note(kept["custom"], {})
     return kept

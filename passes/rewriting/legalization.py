@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -62,12 +63,14 @@ class Legalize:
         target = TARGETS[self.target]
         draft, log = Draft(program, self.inplace), Log()
         inputs = Inputs(program) if isinstance(program, ExportedProgram) else None
+        # The dialect first, and all or nothing: which row a site is written as depends on whether mutations are listed.
         if reason := _change_dialect(draft, inputs, target, log):
             log.decline(PROGRAM, reason)
         elif target.form is None:
             _write_formulas(draft, inputs, log)
         else:
             _write_forms(draft, inputs, target, log)
+        # torch.export writes False into every batch_norm, on CUDA too: cuDNN is kept out until that is set
         if self.target == "composite" and not reason:
             _set_cudnn_enabled(draft, self.cudnn_enabled, log)
         return log.result(draft.build() if log.edits else program)
@@ -93,6 +96,7 @@ def legalize(program: Any, target: str, *, cudnn_enabled: bool = True, inplace: 
 def _change_dialect(draft: Draft, inputs: Inputs | None, target: Target, log: Log) -> Reason:
     """Makes the program one of the target's dialect; returns why that cannot be done."""
     wanted, found = target.dialect, "functional" if draft.functional else "training"
+    # a GraphModule has no signature: nothing lists its mutations, and any target will do
     if inputs is None or wanted in (None, found):
         return Reason()
     reason = to_functional(draft, inputs) if wanted == "functional" else to_training(draft, log)
@@ -104,6 +108,7 @@ def _change_dialect(draft: Draft, inputs: Inputs | None, target: Target, log: Lo
 
 def _write_formulas(draft: Draft, inputs: Inputs | None, log: Log) -> None:
     """Every gradient and every forward as elementary operations."""
+    # gradients first: their operands are the outputs of the forwards, which are gone when those are operations
     sites: Iterable[Call] = chain(find_gradients(draft.graphs), find_sites(draft.graphs))
     for site in sites:
         reason = site.problem or refuse_elementary(site)
@@ -133,13 +138,9 @@ def _write_forms(draft: Draft, inputs: Inputs | None, target: Target, log: Log) 
             reason = inputs.refuse_update(site)
         return reason or form
 
-    def write(site: Site, form: Form) -> None:
-        write_site(draft, site, site.norm, form)
-
-    rewrite(
-        log, find_gradients(draft.graphs), gradient, lambda site, form: write_gradient(draft, site, site.norm, form)
-    )
-    rewrite(log, find_sites(draft.graphs), forward, write)
+    # gradients first: whether one can be pinned is told from its forward as it was
+    rewrite(log, find_gradients(draft.graphs), gradient, partial(write_gradient, draft))
+    rewrite(log, find_sites(draft.graphs), forward, partial(write_site, draft))
 
 
 def _gradient_form(site: GradientSite, target: Target) -> Form:
@@ -155,6 +156,7 @@ def _refuse_gradient(site: GradientSite, form: Form, target: Target, functional:
         return site.problem or Reason("it writes to its out arguments")
     if "reserve" in form.arguments and site.norm.reserve is None:
         return Reason(f"it has no reserve, which {form.name} reads: its forward left none")
+    # cuDNN's and MIOpen's gradients have no mask. The reserve is cuDNN's own, which another forward does not make.
     if "output_mask" not in form.arguments and not all(site.norm.output_mask):
         return Reason(f"{form.name} computes all three gradients, and its output_mask asks for some")
     return _refuse_pin(site, target, functional) if target.pins is not None and site.norm.training else ""
@@ -176,10 +178,11 @@ def _refuse_pin(site: GradientSite, target: Target, functional: bool) -> str:
 def _refuse_form(site: Site, form: Form, functional: bool, pins: Vendor | None, free: tuple[str, ...] = ()) -> Reason:
     """Why a site that can be read cannot be written as a row, empty when it can. `free`: outputs to overlook."""
     norm = site.norm
-    if form is site.form:
+    if form is site.form:  # as it is: no rule has a say, as nothing is changed
         return Reason()
     if site.form.destinations:
         return Reason(f"{site.form.name} writes to its out arguments, which {form.name} does not have")
+    # torch's verifier does not see a write that the schema hides: the program would pass, with a mutation unlisted
     if functional and form.hides_update and norm.training and norm.running_mean is not None:
         told = f"{form.name} writes its statistics, which a functional program does not allow"
         return Reason(told, "legalize it to training")
@@ -215,6 +218,7 @@ def _set_cudnn_enabled(draft: Draft, enabled: bool, log: Log) -> None:
     """Sets the argument on every `aten.batch_norm`; logs those that were not written just now."""
     composite, written = row_of(aten.batch_norm.default), {edit.site for edit in log.edits}
     for site in find_sites(draft.graphs):
+        # a site that was written just now is one edit, whatever the argument was
         given = site.norm.extras.get("cudnn_enabled", enabled)
         if site.form is composite and given is not enabled:
             changed = replace(site.norm, extras={**site.norm.extras, "cudnn_enabled": enabled})

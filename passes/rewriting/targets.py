@@ -55,6 +55,7 @@ def _pinned(vendor: Vendor) -> Target:
     return Target(lambda site, functional: form, f"{vendor.title}'s kernel, pinned", vendor.backward, pins=vendor)
 
 
+# The gradient that PyTorch itself has for every form: with running statistics no library has one.
 NATIVE_GRADIENT = aten.native_batch_norm_backward.default
 
 

@@ -25,12 +25,15 @@ def counter_beside(statistic: str) -> str:
 
 def counters_beside(statistic: str) -> Iterator[str]:
     """The counter that goes when a running mean of this name goes."""
+    # once for both statistics: the mean alone answers for the counter
     if statistic.rpartition(".")[2] == "running_mean":
         yield counter_beside(statistic)
 
 
 def root_of(tensor: Node) -> Node:
     """The state that a running statistic is, or is the update of."""
+    # Two calls of one module chain in a functional graph: the second one's statistic is what the first one returned.
+    # The add of a counter chains the same way.
     while tensor.op == "call_function" and tensor.all_input_nodes:
         if tensor.target is operator.getitem:
             call = tensor.all_input_nodes[0]

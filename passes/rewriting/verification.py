@@ -30,12 +30,13 @@ def verify(program: Program) -> tuple[str, ...]:
         found += _signature(program)
         try:
             copy.copy(program).validate()  # type: ignore[no-untyped-call]
-        except Exception as error:
+        except Exception as error:  # verifiers raise what they meet: SpecViolationError, AssertionError, AttributeError
             found.append(f"torch's validation: {error}")
     return tuple(found)
 
 
 def _lint(graph: torch.fx.Graph) -> str:
+    # an error is a finding, and the next graph is looked at: lint raises at the first one
     try:
         graph.lint()
     except RuntimeError as error:
@@ -47,6 +48,7 @@ def _sites(program: Program) -> list[str]:
     """Batch norms that cannot be read, have no value, or write where the program may not."""
     found = []
     graphs = graphs_of(program)
+    # graphs traced without fake tensors have no values at all: there a node without one is no finding
     valued = any("val" in node.meta for _, graph in graphs for node in graph.find_nodes(op="placeholder"))
     sites: list[Call] = [*find_sites(graphs), *find_gradients(graphs)]
     for site in sites:
@@ -54,6 +56,7 @@ def _sites(program: Program) -> list[str]:
             found.append(f"{site.name}: {site.problem}")
         if valued and "val" not in site.node.meta:
             found.append(f"{site.name}: it has no val, which saving needs")
+        # a legacy op that hides its write may stand in a functional program of torch's own making
         if site.writes and is_functional(program) and site.form.dialect is Dialect.FAMILY:
             found.append(
                 f"{site.name}: it writes {site.norm.running_mean} in place, and a functional program lists mutations"
@@ -73,7 +76,7 @@ def _signature(program: ExportedProgram) -> list[str]:
     if len(values) != len(signature.output_specs):
         found.append(f"the signature lists {len(signature.output_specs)} outputs, the graph returns {len(values)}")
     state = {*program.state_dict, *program.constants, *signature.user_inputs}
-    for spec, value in zip(signature.output_specs, values, strict=False):
+    for spec, value in zip(signature.output_specs, values, strict=False):  # other lengths were found above
         name = getattr(spec.arg, "name", None)
         if isinstance(value, torch.fx.Node) and name != value.name:
             found.append(f"the signature calls an output {name}, the graph {value.name}")

@@ -40,22 +40,22 @@ def rewrite(log: Log, sites: Iterable[S], plan: Callable[[S], Form | str], write
             write(site, planned)
 
 
-def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
-    """Replaces the call of a forward by `norm` spelled as `target`.
+def write_site(draft: Draft, site: Site, target: Form) -> None:
+    """Replaces the call of a forward by the same batch norm spelled as `target`.
 
     Every output keeps its node: name, users and metadata. A form that returns one tensor turns into a read of the new
     call, and back. What the target cannot do without is filled in, what it does not return is rebuilt. Statistics that
     were written in place and now are returned are handed on, in a functional program as mutation outputs; returned ones
     that are written in place now are read there.
     """
-    node, operands = site.node, site.node.all_input_nodes
+    node, norm, operands = site.node, site.norm, site.node.all_input_nodes
     filled: dict[str, Any] = {name: fill_in(norm, node, name) for name in norm.missing if name in target.required}
     spelled = replace(norm, **filled) if filled else norm
     if target.destinations:
         spelled = replace(spelled, out=destinations(draft, norm, node, target))
     vals = _vals(draft, site, spelled, target)
     call = _place(site, target)
-    _respell(call, target, spelled)
+    become(call, target.overload, *target.write(spelled))
     _describe(call, site, target, vals, filled)
     # Who holds an output is not replaced, but becomes a read of the call: so every name that a signature, a module call
     # graph or a person refers to is still there with its metadata, and an edit costs the same in any graph.
@@ -72,17 +72,16 @@ def write_site(draft: Draft, site: Site, norm: BatchNorm, target: Form) -> None:
         _list_updates(draft, call, norm, target)
 
 
-def write_gradient(draft: Draft, site: GradientSite, norm: Gradient, target: Form) -> Node:
-    """Replaces the call of a gradient by `norm` spelled as `target`, and returns it.
+def write_gradient(draft: Draft, site: GradientSite, target: Form) -> Node:
+    """Replaces the call of a gradient by the same one spelled as `target`, and returns it.
 
     A missing weight is filled in where the target asks for one; a missing reserve is left for `wire_reserve`.
     """
-    call, operands = site.node, site.node.all_input_nodes
-    filled: dict[str, Any] = (
-        {"weight": fill_in(norm, call, "weight")} if norm.weight is None and "weight" in target.required else {}
-    )
+    call, norm, operands = site.node, site.norm, site.node.all_input_nodes
+    lacking = ["weight"] if norm.weight is None and "weight" in target.required else []
+    filled: dict[str, Any] = {name: fill_in(norm, call, name) for name in lacking}
     call._rename(name_of(target.overload))
-    _respell(call, target, replace(norm, **filled, out={}))
+    become(call, target.overload, *target.write(replace(norm, **filled, out={})))
     _note(call, site, target, filled)
     last = call
     for role, place in norm.out.items():
@@ -97,24 +96,19 @@ def _place(site: Call, target: Form) -> Node:
     """
     node, held = site.node, site.outputs.get("out", ())
     if site.form.roles == OUT and target.roles != OUT:
+        # the old node holds the output, which a signature or a user may name: it becomes the read of it
         with node.graph.inserting_before(node):
             call = new_call(node.graph, target.overload, ())
         call.meta.update(carried(node, None))
         return call
     if target.roles == OUT and site.form.roles != OUT and held:
         node.prepend(held[0])
-        if not held[0].meta:
+        if not held[0].meta:  # a getitem that was made by hand says nothing of its origin
             held[0].meta.update(node.meta)
         return held[0]
     if site.form.roles != OUT:  # what is an output keeps its name, which a signature may refer to
         node._rename(name_of(target.overload))
     return node
-
-
-def _respell(node: Node, target: Form, norm: BatchNorm | Gradient) -> None:
-    """Makes a node the call of another form."""
-    args, kwargs = target.write(norm)
-    become(node, target.overload, args, kwargs)
 
 
 def _vals(draft: Draft, site: Site, spelled: BatchNorm, target: Form) -> Any:
@@ -124,15 +118,15 @@ def _vals(draft: Draft, site: Site, spelled: BatchNorm, target: Form) -> Any:
     out = known.get("out")
     if out is None:
         return None
-    if not spelled.training:
+    if not spelled.training:  # what is saved in eval has another shape on CPU in another form: only the output stays
         known = {"out": out}
-    vals = tuple([known[r] if r in known else output_val(draft, known, spelled, target, r) for r in target.roles])
+    vals = tuple(output_val(draft, known, spelled, role) for role in target.roles)
     return vals[0] if target.roles == OUT else vals
 
 
-def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, target: Form, role: str) -> torch.Tensor:
+def output_val(draft: Draft, known: dict[str, Any], spelled: BatchNorm, role: str) -> torch.Tensor:
     """The `val` of one output of the target, given those of the old call by role; "out" has to be there."""
-    if role in known and (spelled.training or role == "out"):
+    if role in known:
         return known[role]  # type: ignore[no-any-return]
     out = known["out"]
     (size,), dtype = returned(spelled, role, lambda node: out if node is spelled.input else val_of(node))
@@ -180,12 +174,12 @@ def _handed(
     """Whether who held an output has it now, or is gone: False where the output has to be rebuilt."""
     if role in kept and target.roles != OUT:
         index = target.roles.index(role)
+        # a getitem of the same place is left alone: setting its arguments makes fx look for their users anew
         if holder.target is not operator.getitem or holder.args != (call, index):
             become(holder, operator.getitem, (call, index))
         return True
-    updated = (
-        role in UPDATED and norm.training and norm.running_mean is not None
-    )  # written in place now, and read there
+    # written in place now, and read there
+    updated = role in UPDATED and norm.training and norm.running_mean is not None
     if role not in kept and not updated and holder.users:
         return False
     if role in kept:
@@ -199,16 +193,22 @@ def _handed(
 def _copied_out(site: GradientSite, last: Node, index: int, role: str, place: Node) -> Node:
     """Copies a gradient to where an `.out` call wrote it, which whoever held that output now reads."""
     call = site.node
-    with call.graph.inserting_after(last):
-        grad = call.graph.call_function(operator.getitem, (call, index))
+    grad = _read(call, index, last, empty_like(place))
     with call.graph.inserting_after(grad):
         copied = new_call(call.graph, aten.copy_.default, (place, grad))
-    grad.meta = carried(call, empty_like(place))
     copied.meta = carried(call, val_of(place))
     for holder in site.outputs.get(role, ()):
         holder.replace_all_uses_with(copied)
         call.graph.erase_node(holder)
     return copied
+
+
+def _read(call: Node, index: int, behind: Node, val: Any) -> Node:
+    """A new read of one output of a call, right behind another node."""
+    with call.graph.inserting_after(behind):
+        holder = call.graph.call_function(operator.getitem, (call, index))
+    holder.meta = carried(call, val)
+    return holder
 
 
 def _erase_fills(operands: Iterable[Node]) -> None:
@@ -222,6 +222,7 @@ def _erase_fills(operands: Iterable[Node]) -> None:
 
 def forward_of(norm: Gradient) -> Node | None:
     """The batch norm that saved the statistics of a gradient, when it is in the graph."""
+    # autograd saves a detached alias of an output: the gradient in a joint graph reads that
     source = norm.save_invstd
     while isinstance(source, Node) and kind_of(source.target) is Kind.ALIAS:
         source = source.args[0]
@@ -233,26 +234,22 @@ def wire_reserve(draft: Draft, call: Node, norm: Gradient) -> None:
     """Hands a gradient of the family the reserve of its forward when that is of the family too, else an empty one."""
     made = forward_of(norm)
     forward = None if made is None else BY_TARGET[made.target][0]  # type: ignore[index]
+    # What is saved means the same in every kernel. With an empty reserve ours takes the native gradient on CUDA.
     if made is None or forward is None or forward.dialect is not Dialect.FAMILY:
         call.args = (*call.args[:-1], reserve(draft, call, norm.input))
         return
     index = forward.roles.index("reserve")
     held = [n for n in made.users if n.target is operator.getitem and n.args[1] == index]
     if not held:
-        with call.graph.inserting_after(made):
-            held = [call.graph.call_function(operator.getitem, (made, index))]
         vals = made.meta.get("val")
-        held[0].meta = carried(made, None if vals is None else vals[index])
+        held = [_read(made, index, made, None if vals is None else vals[index])]
     call.args = (*call.args[:-1], held[0])
 
 
 def _list_updates(draft: Draft, call: Node, norm: BatchNorm, target: Form) -> None:
     """Hands on the new running statistics that a form in a functional program wrote behind its schema."""
-    after = call
+    vals, after = call.meta.get("val"), call
     for role, statistic in zip(UPDATED, (norm.running_mean, norm.running_var), strict=True):
-        index = target.roles.index(role)
-        with call.graph.inserting_after(after):
-            after = call.graph.call_function(operator.getitem, (call, index))
-        vals = call.meta.get("val")
-        after.meta = carried(call, None if vals is None else empty_like(statistic, (vals[0].shape[1],)))
+        val = None if vals is None else empty_like(statistic, (vals[0].shape[1],))
+        after = _read(call, target.roles.index(role), after, val)
         draft.mutate(statistic, call, after)
