@@ -137,7 +137,10 @@ class Draft:
         Where the signature is the original's and every name it refers to was kept, there is nothing for it to find.
         """
         signature: Any = self.listing.write()
-        built = self._compiled() if self.inplace else self._copied()
+        built = self.program if self.inplace else self._copied()
+        self.holding.write(built, shared=not self.inplace)
+        for _, module in self._modules if self.inplace else ():
+            module.recompile()
         for _, graph in self.graphs if lint or not self.inplace else ():
             graph.lint()  # only now: it looks for the attributes that a graph reads in the module that owns it
         if isinstance(built, ExportedProgram):
@@ -148,19 +151,11 @@ class Draft:
                 built.validate()  # type: ignore[no-untyped-call]
         return built
 
-    def _compiled(self) -> Program:
-        self.holding.write(self.program, shared=False)
-        for _, module in self._modules:
-            module.recompile()
-        return self.program
-
     def _copied(self) -> Program:
         # torch's deep copy of a graph module loses hooks, tied names and which buffers are persistent: see copy_module
         made: dict[int, torch.nn.Module] = {}
         if not isinstance(self.program, ExportedProgram):
-            copied: Any = copy_module(self.top, self._graphs, made)
-            self.holding.write(copied, shared=True)
-            return copied  # type: ignore[no-any-return]
+            return copy_module(self.top, self._graphs, made)  # type: ignore[no-any-return]
         holder, graph = torch.nn.Module(), self.graphs[0][1]
         # what a graph reads as `a.b` is reached through `a`, which is copied as a whole
         for name in {str(node.target).partition(".")[0] for node in graph.find_nodes(op="get_attr")}:
@@ -173,7 +168,6 @@ class Draft:
         program._graph_module.meta.update(self.top.meta)
         for kept in ("_state_dict", "_constants", "_range_constraints"):
             setattr(program, kept, copy.copy(getattr(self.program, kept)))
-        self.holding.write(program, shared=True)
         return program
 
 

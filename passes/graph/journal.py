@@ -11,7 +11,6 @@ from torch.fx import Graph, Node
 
 from .draft import Draft
 from .meta import empty_val
-from .signature import tensors_of
 
 aten = torch.ops.aten
 
@@ -90,10 +89,6 @@ class Journal:
     def _listed(self) -> dict[Node, int]:
         """The place of each value among the mutations that the signature lists."""
         return {value: place for place, (_, value) in enumerate(self.draft.listing.mutations())}
-
-    @cached_property
-    def _state(self) -> dict[str, torch.Tensor]:
-        return tensors_of(self.draft.program)
 
     def _names(self, graph: Graph) -> dict[str, Node]:
         if graph not in self._named:
@@ -183,7 +178,8 @@ class Journal:
         if dropped is None:
             return {"wraps": wraps, "node": name}
         place, target = dropped
-        dtype = str(self._state[target].dtype).removeprefix("torch.")
+        constants: Any = self.draft.program.constants  # whose names are those of the lifted: torch checks it
+        dtype = str(constants[target].dtype).removeprefix("torch.")
         return {"wraps": wraps, "constant": {"name": name, "place": place, "target": target, "dtype": dtype}}
 
     def put_operand(
