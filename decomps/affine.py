@@ -33,6 +33,7 @@ class Affine:
     def of(norm: BatchNorm) -> Affine:
         """The batch norm of a record that holds tensors, in eval: scale = weight / sqrt(running_var + eps)."""
         mean, var = wide(norm.running_mean), wide(norm.running_var)
+        # in float64 whatever the kernel computes in: rounded once, when a weight is cast
         deviation = torch.sqrt(var + norm.eps)
         scale = deviation.reciprocal() if norm.weight is None else wide(norm.weight) / deviation
         shift = -mean * scale if norm.bias is None else wide(norm.bias) - mean * scale
@@ -44,6 +45,7 @@ class Affine:
 
     def behind(self, scale: Tensor, shift: Tensor) -> Affine:
         """scale * x + shift, and then this."""
+        # The statistics are of what this reads; ahead of scale * x + shift that is another x.
         mean, deviation = (self.mean - shift) / scale, self.deviation / scale.abs()
         return Affine(self.scale * scale, self.scale * shift + self.shift, mean, deviation)
 
@@ -89,6 +91,7 @@ def bias_of(layer: Layer, weight: Tensor, bias: Tensor | None, into: Affine | No
     found = torch.zeros(out, dtype=torch.float64, device="cpu") if bias is None else wide(bias).reshape(-1).expand(out)
     if into is None or not bool(into.shift.any()):
         return found
+    # a constant added to each input adds the sum of its taps to each output: what is padded must not be in it
     taps = layer.grouped(wide(weight)).flatten(3).sum(3) if weight.ndim > 2 else layer.grouped(wide(weight))
     return found + (taps @ into.shift.view(layer.groups, -1, 1)).reshape(-1)
 
@@ -99,8 +102,10 @@ def write_folded(
     """Writes the weight with the scale of its input and of its output in it to `made`, both as the layer reads them:
     computed in `dtype`, at least, on the CPU, and cast once.
     """
+    # on the CPU, as MPS has no float64
     found, dtype = layer.grouped(weight.detach().to("cpu")), torch.promote_types(dtype, weight.dtype)
     kernel = (1,) * (found.ndim - 3)
+    # [groups, out / groups, in / groups, *kernel]: outputs are scaled along 0 and 1, inputs along 0 and 2
     if out is not None:
         found = found * out.scale.to(dtype).view(layer.groups, -1, 1, *kernel)
     if into is not None:

@@ -21,7 +21,9 @@ def nearest(dialect: Dialect, training: bool, statistics: Statistics, out: bool)
     >>> nearest(Dialect.FAMILY, training=False, statistics=Statistics.NONE, out=False).name
     'aten._batch_norm_no_update.default'
     """
+    # An overload of one mode comes first: it cannot be called in the other one.
     modes = (Mode.TRAIN if training else Mode.EVAL, Mode.FLAG)
+    # In eval nothing is updated: then an overload that would update in training says the same.
     handed_on = training and statistics is not Statistics.NONE
     ways = (statistics,) if handed_on else (Statistics.NONE, Statistics.OUTPUTS, Statistics.IN_PLACE)
     rows = [form for form in FORMS if form.dialect is dialect and bool(form.destinations) is out]
@@ -39,6 +41,7 @@ def row_in(dialect: Dialect, form: Form, norm: BatchNorm, functional: bool, out:
     """
     statistics = Statistics.NONE
     if norm.running_mean is not None and norm.training:
+        # no `.out` overload returns new statistics
         writes = out or (form.statistics is Statistics.IN_PLACE and not functional)
         statistics = Statistics.IN_PLACE if writes else Statistics.OUTPUTS
     return nearest(dialect, bool(norm.training), statistics, out)
@@ -57,11 +60,13 @@ def in_eval(form: Form) -> Form:
     """
     if form.mode is Mode.EVAL or (form.mode is Mode.FLAG and form.statistics is not Statistics.OUTPUTS):
         return form
+    # a flag of an overload that returns statistics would still return them in eval: copies of what it was given
     place, out = FORMS.index(form), bool(form.destinations)
     for dialect in (form.dialect, Dialect.CORE):
         rows = [r for r in FORMS if r.dialect is dialect and r.mode is Mode.EVAL and bool(r.destinations) is out]
         rows = [row for row in rows if form.extras.keys() <= row.extras.keys()]
         if rows:
+            # rows of one kernel stand together, so the closest one runs the same kernel
             return min(rows, key=lambda row: abs(FORMS.index(row) - place))
     if form.mode is Mode.FLAG:
         return form
@@ -83,6 +88,7 @@ def in_training(form: Form, statistics: Statistics, was: str = "") -> Form:
     out, before = bool(form.destinations), BY_NAME.get(was)
     statistics = Statistics.IN_PLACE if out else statistics
     if before is not None and before.mode is not Mode.EVAL and before.statistics is statistics:
+        # a row that nothing says in eval is not where this one came from
         with suppress(LookupError):
             if in_eval(before) is form:
                 return before

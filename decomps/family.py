@@ -132,6 +132,7 @@ def batch_norm_backward(
     _check("batch_norm_backward", norm)
     _check_saved(grad_out, input, {"save_mean": save_mean, "save_var": save_var} if update else {})
     weight = fill(norm, "weight", input.shape[1], wide=True) if weight is None else weight
+    # The CPU kernel of an empty batch ends the process: it divides by the number of values.
     found: Sequence[Tensor | None]
     if guard_or_false(input.numel() == 0):
         grads = (torch.zeros_like(input), torch.zeros_like(weight), torch.zeros_like(weight))
@@ -172,6 +173,7 @@ def _empty(norm: BatchNorm) -> Four:
 
 def written(place: Tensor, result: Tensor) -> Any:
     """The place, with the result written to it by ATen's rules for resizing and casting."""
+    # with a warning where it was not empty, and an error where a cast would lose the kind of number
     _maybe_resize_out(place, result.shape)
     return _safe_copy_out(copy_from=result, copy_to=place)
 
@@ -195,18 +197,21 @@ def _check(name: str, norm: BatchNorm) -> None:
         _refuse(name, "input", _shown(input), "[N, C, *]")
     if not input.dtype.is_floating_point:
         _refuse(name, "input", _shown(input), "a floating point dtype")
+    # A kernel that gets one statistic of the two reads memory that is not there: it crashes. pytorch#194014.
     mean, var = norm.running_mean, norm.running_var
     if (mean is None) is not (var is None):
         absent, given = ("running_mean", "running_var") if mean is None else ("running_var", "running_mean")
         _refuse(name, absent, "None", f"a tensor, as {given} is one; or None for both")
     if mean is None and not norm.training:
         _refuse(name, "running_mean", "None", "a tensor: without running statistics there is nothing to normalise with")
+    # Kernels ask for one dtype of weight, bias and statistics: that of the first that is there.
     first = None
     for argument in NEUTRAL:
         tensor = getattr(norm, argument)
         if tensor is not None:
             first = tensor if first is None else first
             _check_channels(name, argument, tensor, first, input)
+    # n / (n - 1) of the unbiased variance: NaN in running_var, for good. An empty batch is no such case. pytorch#7716.
     if norm.training and guard_or_false(input.numel() == input.shape[1]):
         wanted = "more than one value for each channel in training: the variance is undefined"
         _refuse(name, "input", _shown(input), wanted)
@@ -214,7 +219,9 @@ def _check(name: str, norm: BatchNorm) -> None:
 
 def _check_channels(name: str, argument: str, tensor: Tensor, first: Tensor, input: Tensor) -> None:
     """Raises for a parameter or statistic that is not [C], not of a dtype beside the input's, or on another device."""
+    # Source: check_mixed_data_type in aten/src/ATen/native/cpu/mixed_data_type.h.
     kinds = (input.dtype, torch.float32) if input.dtype in HALF else (input.dtype,)
+    # a shorter running_var is read past its end: a crash, not an error
     if tensor.shape != input.shape[1:2]:
         wanted = f"[{input.shape[1]}], one value for each channel of input {_shown(input)}"
         _refuse(name, argument, _shown(tensor), wanted)

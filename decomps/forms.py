@@ -184,6 +184,7 @@ class Form:
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by field, `out=` destinations by schema name, known to the overload or not."""
+        # by field, not by place: an argument that torch inserts moves the others
         given = dict(zip(self.arguments, args, strict=False))
         given.update({self.names.get(k, k): v for k, v in kwargs.items()} if kwargs else ())
         return given
@@ -206,6 +207,7 @@ class Form:
             raise KeyError(next(a for a in (*self.arguments, *self.destinations.values()) if a not in given))
         if self.mode is not Mode.FLAG:
             given["training"] = self.mode is Mode.TRAIN
+        # cuDNN's and MIOpen's gradients have no mask: they make all three
         given.setdefault("output_mask", [True, True, True])
         out = {role: given[name] for role, name in self.destinations.items()}
         extras = {name: given[name] for name in self.extras}
@@ -213,6 +215,7 @@ class Form:
 
     def write(self, norm: BatchNorm | Gradient) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that spell `norm` as this overload: (args, kwargs)."""
+        # what was read wins over the row's own
         extras = {**self.extras, **norm.extras} if self.extras else {}
         args = tuple(extras[name] if name in extras else getattr(norm, name) for name in self.arguments)
         return args, {name: norm.out[role] for role, name in self.destinations.items()}

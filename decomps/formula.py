@@ -33,22 +33,27 @@ def forward(norm: BatchNorm) -> dict[str, Tensor]:
     if norm.training:
         mean = x.mean(dims)
         centered = x - mean.view(shape)
+        # not E[x^2] - E[x]^2, which cancels where the mean is large
         var = (centered * centered).mean(dims)
         if norm.running_mean is not None:
+            # n values a channel: var normalises, var * n / (n - 1) is tracked. One value a channel divides by zero.
             count = norm.input.numel() // norm.input.shape[1]
             unbiased = var * (count / (count - 1))
             for role, old, new in (
                 ("new_running_mean", norm.running_mean, mean),
                 ("new_running_var", norm.running_var, unbiased),
             ):
+                # in the dtype of the statistics, which may be float32 beside a half input
                 found[role] = old * (1 - norm.momentum) + new.detach().to(old.dtype) * norm.momentum
     else:
         mean, var = norm.running_mean.to(dtype), norm.running_var.to(dtype)
         centered = x - mean.view(shape)
     invstd = torch.rsqrt(var + norm.eps)
     scale = invstd if norm.weight is None else invstd * norm.weight.to(dtype)
+    # one product for each value: the weight goes into the factor of its channel first
     out = centered * scale.view(shape)
     out = out if norm.bias is None else out + norm.bias.to(dtype).view(shape)
+    # a gradient goes through `out` alone: what is saved is for that gradient to read
     return {"out": out.to(norm.input.dtype), "save_mean": mean.detach(), "save_invstd": invstd.detach(), **found}
 
 
@@ -65,8 +70,10 @@ def gradient(norm: Gradient) -> dict[str, Tensor]:
         mean, invstd = norm.save_mean.to(dtype), norm.save_invstd.to(dtype)
     else:
         mean, invstd = norm.running_mean.to(dtype), torch.rsqrt(norm.running_var.to(dtype) + norm.eps)
+    # computed anew: no forward keeps it
     x_hat = (x - mean.view(shape)) * invstd.view(shape)
     scale = invstd if norm.weight is None else invstd * norm.weight.to(dtype)
+    # of the bias too, which no gradient's overload is given
     parameter = norm.input.dtype if norm.weight is None else norm.weight.dtype
     found: dict[str, Any] = {}
     wanted = dict(zip(GRADS, norm.output_mask, strict=True))

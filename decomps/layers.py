@@ -33,6 +33,8 @@ class Layer:
 
     def grouped(self, weight: Tensor) -> Tensor:
         """The weight as [groups, out / groups, in / groups, *kernel], a view."""
+        # groups are the outermost part of the first dimension, whichever that is; so transposed ones are right with Cin
+        # = Cout too
         split = weight.view(self.groups, weight.shape[0] // self.groups, *weight.shape[1:])
         return split.transpose(1, 2) if self.input_first else split
 
@@ -65,19 +67,23 @@ class LayerForm:
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any], kernel: Sequence[int]) -> Layer:
         """The record that a call of this overload spells, whose weight has this kernel."""
         given = self.given(args, kwargs)
+        # `convolution` says it in an argument, others are of one kind
         first = bool(given.get("transposed", self.input_first))
         bias = None if self.bias is None else given[self.bias]
+        # a linear map reads all of its input for each output, and pads nothing
         uniform = not self.kernel or _is_uniform(given, kernel, first)
         return Layer(given[self.input], given[self.weight], bias, given.get("groups", 1), first, uniform)
 
     def plain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the call adds its bias and its product as they are."""
         given = self.given(args, kwargs)
+        # addmm computes beta * self + alpha * mat1 @ mat2
         return bool(given.get("beta", 1) == 1 and given.get("alpha", 1) == 1)
 
 
 def _is_uniform(given: Mapping[str, Any], kernel: Sequence[int], transposed: bool) -> bool:
     """Whether every output reads the whole kernel: nothing is padded, and nothing is spread out by a transposed one."""
+    # a transposed kernel of several taps reads fewer of them at the border
     one = all(size == 1 for size in kernel)
     if transposed:
         return one and _all(given["stride"], 1) and _all(given["output_padding"], 0)
@@ -89,6 +95,7 @@ def _is_uniform(given: Mapping[str, Any], kernel: Sequence[int], transposed: boo
 
 def _all(value: Any, wanted: int) -> bool:
     values = value if isinstance(value, list | tuple) else [value]
+    # a symbolic stride may be another one when the program runs
     return all(type(v) is int and v == wanted for v in values)
 
 

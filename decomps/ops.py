@@ -71,6 +71,7 @@ class Op:
             space, _, rest = name.rpartition("::")
             packet, _, one = rest.partition(".")
             found = getattr(getattr(torch.ops, space or "aten"), packet, None)
+            # an op of a later torch, or of a domain that is not loaded: its row has no overload then
             for overload in () if found is None else (one,) if one else found.overloads():
                 if (held := getattr(found, overload, None)) is not None and (one or self._is_of(held)):
                     yield held
@@ -85,6 +86,7 @@ def _permuted(args: Sequence[Any], ndim: int) -> list[int]:
 
 
 def _swapped(args: Sequence[Any], ndim: int) -> list[int]:
+    # a permutation of two is its own inverse: up and down alike
     axes, (a, b) = list(range(ndim)), (axis % ndim for axis in args[1:3])
     axes[a], axes[b] = axes[b], axes[a]
     return axes
@@ -201,6 +203,7 @@ def written_by(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     if target in BY_TARGET:
         form = form_of(target, args, kwargs)
         given = form.given(args, kwargs)
+        # a flag that is no literal may be True when it runs: that counts as a write
         evaluates = form.mode is Mode.EVAL or given.get("training") is False
         hidden = () if evaluates or form.statistics is not Statistics.IN_PLACE else FIELDS[3:5]
         return [given.get(name) for name in (*hidden, *form.destinations.values())]
@@ -226,6 +229,7 @@ def filled_with(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     7
     """
     row = OP_BY_TARGET.get(target)
+    # memory that is left as it is has no value that could be relied on
     if row is None or row.kind is not Kind.FILL or row.value == "":
         return None
     return named(target, args, kwargs)[row.value] if isinstance(row.value, str) else row.value

@@ -27,6 +27,7 @@ def like_of(norm: BatchNorm | Gradient) -> Any:
     forward had its own in. Half inputs with nothing else stay half: float32 would bring cuDNN within reach and change
     numbers, as ATen on CPU computes such statistics in the input's dtype.
     """
+    # running_var is not asked: there is none without a running_mean, and a short one crashes kernels
     fields = ("weight", "bias", "running_mean", *(("save_invstd",) if norm.training else ()))
     there = (getattr(norm, field, None) for field in fields)
     return next((tensor for tensor in there if tensor is not None), norm.input)
@@ -58,6 +59,7 @@ def fill(
     float32 beside a half input with nothing else, which only `tbn.ops` promises: no older numbers are changed there.
     """
     like = like_of(norm)
+    # an input that is not half has its parameters in its own dtype alone
     float32 = wide and like is norm.input and like.dtype in HALF
     return call(_MAKE[NEUTRAL[name]], (like, [channels]), {"dtype": torch.float32} if float32 else {})
 
@@ -75,13 +77,17 @@ def returned(
     input: Any = of(norm.input)
     if role in ("out", "grad_input"):
         return tuple(input.shape), input.dtype
+    # bytes for cuDNN's own use; native kernels return it empty
     if role == "reserve":
         return (0,), torch.uint8
     given = [of(t) for name in NEUTRAL if (t := getattr(norm, name, None)) is not None]
     first = next((tensor for tensor in given if tensor is not None), input)
     if role in ("save_mean", "save_invstd"):
+        # Mixed half computes in float32 on accelerators, and saves what it computed with; on CPU that has the dtype of
+        # the parameters.
         cpu = input.device.type == "cpu"
         shape = (0,) if cpu and not norm.training else (channels_of(norm, of),)
         return shape, first.dtype if cpu or input.dtype not in HALF else torch.float32
+    # grad_weight and grad_bias like the weight; new statistics like the old
     tensor: Any = of(norm.weight if role.startswith("grad") else getattr(norm, role.removeprefix("new_")))
     return (channels_of(norm, of),), first.dtype if tensor is None else tensor.dtype

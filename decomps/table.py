@@ -51,6 +51,7 @@ def decomposition_table() -> dict[OpOverload, Decomposition]:
     reserves = Reserves(ref_type=weakref.ref)
     table: dict[OpOverload, Decomposition] = {}
     for form in FORMS:
+        # The family stays as it is, or a trace would ask for its decomposition for ever.
         if form.dialect is not Dialect.FAMILY and "impl_index" not in form.roles:
             table[form.overload] = _forward(form, reserves)
     for form in GRADIENTS:
@@ -62,6 +63,7 @@ def decomposition_table() -> dict[OpOverload, Decomposition]:
 def _forward(form: Form, reserves: Reserves) -> Decomposition:
     def lowered(*args: Any, **kwargs: Any) -> Any:
         norm = form.read(args, kwargs)
+        # NotImplemented: whoever asks the table keeps the op, or takes its next decomposition.
         stats = norm.running_mean is not None
         empty = norm.training and guard_or_false(norm.input.numel() == 0)
         if stats is not (norm.running_var is not None) or not (stats or norm.training) or empty:
@@ -69,6 +71,7 @@ def _forward(form: Form, reserves: Reserves) -> Decomposition:
         # what eval saves stays as the family has it, (0,) on CPU: a table cannot know whether anything reads it
         found = _family(norm, in_place=stats and form.statistics is Statistics.IN_PLACE)
         reserves[found["save_invstd"].untyped_storage()] = found["reserve"]
+        # copies, as a functional op hands out no memory that it was given
         if not norm.training and form.statistics is Statistics.OUTPUTS:
             found |= {"new_running_mean": norm.running_mean.clone(), "new_running_var": norm.running_var.clone()}
         for role, place in norm.out.items():
@@ -81,6 +84,7 @@ def _forward(form: Form, reserves: Reserves) -> Decomposition:
 
 def _family(norm: BatchNorm, in_place: bool) -> dict[str, Any]:
     """The family's outputs by role. What it cannot do without is filled in, in the dtype of what is there."""
+    # The family crashes without statistics, and its gradient without a weight.
     filled = {name: fill(norm, name, norm.input.shape[1]) for name in norm.missing}
     statistics = Statistics.IN_PLACE if in_place else Statistics.OUTPUTS
     target = nearest(Dialect.FAMILY, norm.training, statistics, out=False)
@@ -98,7 +102,9 @@ def _gradient(form: Form, reserves: Reserves) -> Decomposition:
             return NotImplemented
         if reserve is None:  # native saved what cuDNN would, and `register` sees to a gradient that lacks cuDNN's
             reserve = norm.input.new_empty((0,), dtype=torch.uint8)
+        # weight=None fails in the family's gradient, and under FakeTensor
         weight = norm.weight if norm.weight is not None else fill(norm, "weight", norm.input.shape[1])
+        # in eval the running statistics are read: what was saved is (0,) on CPU, [C] elsewhere
         saved = {} if norm.training else {"save_mean": None, "save_invstd": None}
         norm = replace(norm, weight=weight, reserve=reserve, **saved)
         args, _ = _TARGET.write(norm)

@@ -31,13 +31,16 @@ class _Forced(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # A block inside this one decides; modes nest, so the call comes by here after it.
         if torch.compiler.is_compiling() or _blocks.innermost[-1] is not self:
             return func(*args, **kwargs)
+        # packets are found too: torch.ops.aten._batch_norm_no_update(...) names no overload
         rows = BY_TARGET.get(func) or GRADIENT_BY_TARGET.get(func)
         if self.library is None or rows is None or rows[0].dialect is not Dialect.FAMILY:
             return func(*args, **kwargs)
         form = rows[0]
         record = form.read(args, kwargs)
+        # make_fx runs its function under this mode, with tensors that may be real
         traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
         if traced or isinstance(record.input, torch._subclasses.FakeTensor) or record.input.is_meta:
             return func(*args, **kwargs)  # a graph keeps its choice for when it runs
@@ -49,6 +52,7 @@ class _Forced(TorchFunctionMode):
 def _refuse_unless_possible(library: Vendor, name: str, norm: BatchNorm) -> None:
     if library is NATIVE:
         return
+    # Asked ahead of the call: the library's own error would name no rule.
     why = explain_backend(*norm.tensors, norm.training, norm.eps)
     if why.backend is not library.backend:
         raise InvalidChoice(f"{name} cannot run on {library.name}, which was asked for: {why}")
@@ -80,6 +84,7 @@ def backend(choice: str | Backend) -> Iterator[None]:
             f"backend {name} was asked for, and PyTorch {torch.__version__} is built without it: "
             "install a build that has it, or ask for native or auto"
         )
+    # `auto` is a block too: it has to hide the ones around it
     mode = _Forced(library)
     _blocks.innermost.append(mode)
     try:

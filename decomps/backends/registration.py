@@ -43,6 +43,7 @@ def _backward_on_cuda(original: Any) -> Any:
         gradient = _BACKWARD.read(args, {})
         if not gradient.training or _lacks_reserve(gradient):
             return run_pinned(NATIVE, _BACKWARD, gradient)
+        # the kernel that was there, by its handle: calling the op again would end up here
         return original.call_boxed(keys, *args)
 
     return backward
@@ -50,6 +51,7 @@ def _backward_on_cuda(original: Any) -> Any:
 
 def _lacks_reserve(gradient: Gradient) -> bool:
     """Whether cuDNN would be picked and has no reserve to read, as after a native forward, which saves the same."""
+    # a reserve that is there was left by cuDNN's forward: its backward is right
     if gradient.reserve.numel():
         return False
     x, w, statistics = gradient.input, gradient.weight, (gradient.running_mean, gradient.running_var)
@@ -83,6 +85,7 @@ def _made(norm: BatchNorm | Gradient, role: str) -> Any:
         return torch.empty_like(norm.input, memory_format=suggest_memory_format(norm.input))
     if role == "reserve" and isinstance(norm, BatchNorm):
         return _reserve(norm)
+    # contiguous, as [C] is in any layout
     shape, dtype = returned(norm, role)
     return norm.input.new_empty(shape, dtype=dtype)
 

@@ -30,6 +30,7 @@ class Backend(Enum):
     @classmethod
     def _missing_(cls, value: object) -> Backend | None:
         """The member of a vendor that has a row and no name here."""
+        # a vendor's row is enough: the enum needs no second edit
         if not any(vendor.name == value for vendor in VENDORS):
             return None
         member = object.__new__(cls)
@@ -102,6 +103,7 @@ _INT_MAX = 2**31 - 1
 
 def _within(value: Any, limit: int) -> bool:
     """Whether a size is at most the limit: true of a symbolic one that may be."""
+    # never a guard: it would pin the dynamic batch to one side of the limit
     return not statically_known_true(value > limit)
 
 
@@ -139,6 +141,7 @@ def _nhwc_allowed() -> bool:
 
 
 def _channels_last(call: Call) -> bool:
+    # PyTorch gives MIOpen NHWC where the environment asks for it alone. pytorch#160529.
     return torch._prims_common.suggest_memory_format(call.input) is not torch.contiguous_format
 
 
@@ -296,5 +299,6 @@ def vendor_of(device: str) -> Vendor | None:
     >>> vendor_of("hip").title
     'MIOpen'
     """
+    # "cuda" is a device of both: which one, the build tells
     there = [vendor for vendor in VENDORS if device in vendor.devices]
     return next((vendor for vendor in there if vendor.built()), there[0] if there else None)

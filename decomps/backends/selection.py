@@ -29,8 +29,10 @@ class Explanation:
     @property
     def reason(self) -> str:
         """In words, why it is this backend."""
+        # every rule that fails, not the first: who mends that one would run into the next
         if failed := [str(rule) for rule in self.rules if not rule.holds]:
             return "; ".join(failed)
+        # what is decided when the program runs may be decided otherwise then
         dynamic = [rule for rule in self.rules if rule.found.endswith(DYNAMIC)]
         said = "".join(f"; {rule.rule} is {rule.found}, limit: {rule.limit}" for rule in dynamic)
         return f"every rule of {self.backend.value} holds{said}"
@@ -69,6 +71,7 @@ def explain_backend(
     vendor = vendor_of(place)
     if vendor is None:
         libraries = " or ".join(row.title for row in VENDORS)
+        # MPS, XPU and others have kernels of their own, which PyTorch calls native
         kind = Backend.CPU if place == "cpu" else Backend.NATIVE
         return Explanation(kind, (Verdict("device", place, f"cuda, for {libraries}", False),))
     built = vendor.built()

@@ -64,6 +64,7 @@ class Moves:
     def onward(self, state: State, at: Place, up: bool) -> Onward:
         """From the result to the operand, or back."""
         node, args, moved = at.node, arguments_of(at.node), OP_BY_TARGET.get(at.node.target)
+        # the rank tells which dimension is which; without a val nothing does
         before, after = val_of(args[0] if args else None), val_of(node)
         if before is None or after is None or not self.when(node, args):
             return None
@@ -93,6 +94,7 @@ class Joins:
         known = [val for val in map(val_of, tensors) if val is not None and val.ndim > at.axis]
         if len(known) < len(tensors) or dim % known[0].ndim != at.axis:
             return Reason(f"{node.name} does not concatenate along its channels")
+        # folded once for each place, it would be scaled twice
         if len(set(tensors)) < len(tensors):
             return Reason(f"{node.name} concatenates a tensor with itself")
         sizes = [sizes_of(val.shape)[at.axis] for val in known]
@@ -134,8 +136,10 @@ class Scales:
     def step(self, state: State, node: Node, value: Node, axis: int, channels: int) -> tuple[Tensor, Tensor] | None:
         """The scale and the shift, [C] in float64, that a node applies to a value, None when it is another function."""
         before, after, args = val_of(value), val_of(node), arguments_of(node)
+        # a promoted result is computed in another dtype, with another rounding; x + x is no constant beside x
         if before is None or after is None or before.dtype != after.dtype or args[0] in args[1:2]:
             return None
+        # a constant that broadcasts the value repeats it: no scale of its channels
         if not (same_sizes(before.shape, after.shape) and same_sizes(before.stride(), after.stride())):
             return None
         algebra = self.first if args[0] is value else self.second
@@ -154,6 +158,7 @@ def _channelwise(state: State, other: Any, axis: int, channels: int) -> Tensor |
     if type(other) in (int, float):
         return torch.full((channels,), float(other), dtype=torch.float64, device="cpu")
     val = val_of(other)
+    # float64, in which scales are computed, holds no complex number
     if val is None or val.is_complex():
         return None
     long = [(val.ndim - 1 - i, size) for i, size in enumerate(sizes_of(val.shape)) if size != 1]
@@ -185,6 +190,7 @@ def aligned(have: Tensor, axis: int, channels: int, want: Tensor) -> tuple[int, 
             found.append((repeat, at != axis, at, size))  # sizes of one leave a choice
     if not found:
         return None
+    # the fewest repetitions, then where it was: [N, C, 1, 1] has its channels in dimension 1
     repeat, _, at, size = min(found)
     return at, _range(size) // repeat % channels
 
@@ -225,6 +231,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def _by_op() -> dict[Any, Moves | Joins | Scales]:
+    # a later row would win without a word
     found: dict[Any, Moves | Joins | Scales] = {}
     for row in TRANSFERS:
         for op in row.ops:

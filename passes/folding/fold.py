@@ -80,8 +80,10 @@ class Fold:
         draft, log = Draft(program, self.inplace), Log()
         sites = list(find_sites(draft.graphs))
         state = State(draft, unchanged={node for site in sites for node in returned_as_they_are(site)})
+        # dropout that drops trains, too: in such a program a batch norm in eval is frozen
         trains = is_training(sites, find_random(draft.graphs)) and not self.force
         refused = {s: _refuse_mode(s, trains) or _refuse_outputs(s) or _refuse_input(s) for s in sites}
+        # planned whole ahead of the first edit, so that a decline leaves nothing half done
         plan = Plan(state, [site for site in sites if not refused[site]], self)
         for site in sites:
             if site in plan.decided:
@@ -110,6 +112,7 @@ def _refuse_mode(site: Site, trains: bool) -> Reason:
 
 def _refuse_outputs(site: Site) -> Reason:
     """Why something else cannot stand for what a site in eval returns."""
+    # save_mean and save_invstd are read by a gradient: there is no inference then
     used = [role for role in site.outputs if role not in ("out", *UPDATED) and site.used(role)]
     if used:
         return Reason(f"its {', '.join(used)} {'is' if len(used) == 1 else 'are'} in use")
@@ -123,6 +126,7 @@ def _refuse_input(site: Site) -> Reason:
     val = val_of(site.norm.input)
     if val is None or any(val_of(head) is None for head in site.outputs["out"]):
         return Reason("the graph keeps no shapes (no val)", "trace it with fake tensors")
+    # scales are numbers for each channel, made now
     channels = sizes_of(val.shape)[1]
     if type(channels) is not int or not channels:
         return Reason(f"its input has {channels} channels, expected a known number")
@@ -132,6 +136,7 @@ def _refuse_input(site: Site) -> Reason:
 def _refuse_copy(site: Site) -> Reason:
     """Why what stands for a site cannot be copied to its out argument instead."""
     saved = [place for role, place in site.norm.out.items() if role != "out"]
+    # nothing will write to it any more
     if any(set(place.users) != {site.node} for place in saved):
         return Reason("its saved statistics are read back from an out argument")
     have, want = val_of(site.norm.out["out"]), val_of(site.norm.input)

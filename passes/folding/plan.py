@@ -117,6 +117,7 @@ class Plan:
             return Reason("its output is an out argument too")
         if not up and (reason := self.walk.refuse_late_read(site.norm.input, site.node)):
             return reason
+        # up, whatever reads the batch norm is left alone; down, all of its readers have to take it in
         start = [Place(site.norm.input, site.node, 1, reach.affine)] if up else readers(reach.ends, 1, reach.affine)
         found = self.walk.go(start, up)
         if isinstance(found, Reason):
@@ -135,6 +136,7 @@ class Plan:
         """Notes what is decided, and where walks go on behind the nodes that go."""
         site, reach, past = decision.site, decision.reach, self.walk.past
         self.decided[site] = decision
+        # a later site walks up through what is gone by then
         past |= {(node, True): [(source, node)] for node, source in decision.scaled.items()}
         if _has_one_end(decision):
             past |= {(node, True): [(site.norm.input, site.node)] for node in (*reach.tail, *site.outputs["out"])}
@@ -167,6 +169,7 @@ class Plan:
     def _refuse_alone(self, first: Affine | None, affine: Affine, dtype: torch.dtype) -> Reason:
         """Why a dtype cannot hold what a site computes, behind another one or alone."""
         both = affine if first is None else first.then(affine)
+        # behind another one, its input is shifted: that is what cancels
         bias = 0.0 if first is None else first.shift
         reason = refuse_range(both, dtype)
         return reason or (Reason() if self.options.force else refuse_loss(affine.lost(bias, dtype), dtype))
@@ -175,6 +178,7 @@ class Plan:
         """The sites and directions that do not work after all; makes the new weights of the others."""
         groups: list[list[Target]] = []
         for targets in self._by_memory():
+            # losses of each layer by itself, before layers alike are one
             for target in () if self.options.force else targets:
                 yield from target.losses()
             own = [target for target in targets if target.reader is None]  # the others have weights of their own anyway
@@ -202,6 +206,7 @@ class Plan:
         """The layers that read the same weight."""
         found: dict[tuple[str, ...], list[Target]] = {}
         for target in self.walk.targets.values():
+            # by memory, not by name: tied weights and views of one storage are one
             found.setdefault(tuple(self.state.storages.sharing(target.weight.name)), []).append(target)
         return list(found.values())
 
@@ -225,6 +230,7 @@ def _reach(state: State, site: Site) -> Reach | Reason:
             constants[name] = constant
     values: dict[str, Any] = {name: constant.value() for name, constant in constants.items()}
     affine = Affine.of(replace(site.norm, **values))
+    # a negative running_var, or weights that ran away: NaN now would be NaN in weights
     if not affine.finite:
         return Reason("its statistics, weight or bias are not finite, or running_var + eps is not positive")
     tail: list[Node] = []
@@ -249,6 +255,7 @@ def _has_one_end(decision: Decision) -> bool:
 def _refuse_layout(site: Site, reach: Reach) -> Reason:
     """Why what stands for the site cannot lie in memory as its output does, copied or not."""
     have, want = val_of(site.norm.input), val_of(reach.ends[0]) if reach.ends else None
+    # clone takes a memory format, not strides: what lies otherwise in memory cannot be made
     if have is None or want is None or site.norm.out or same_sizes(have.stride(), want.stride()) or format_of(want):
         return Reason()
     return Reason(f"its output has strides {tuple(want.stride())} and its input {tuple(have.stride())}")

@@ -84,11 +84,14 @@ class Walk:
     def _end(self, at: Place, up: bool, reader: Node | None) -> Step:
         """A layer takes in what comes behind it, or ahead of it. reader: None, or who gets a call of its own."""
         call, named = at.node, f"{at.node.name} ({at.node.target})"
+        # one record of a layer, however many walks end at it: what it takes in adds up
         target = self.targets.get((call, reader)) or target_of(self.state, call, reader)
         if isinstance(target, Reason):
             return target
+        # as its weight or its bias, it is no input that a scale could be moved out of
         if not up and (target.layer.input is not at.came or call in self.cloned):
             return Reason(f"its output is more than the input of {call.name}")
+        # linear maps have channels last: behind one of [N, L, C], batch norm over dimension 1 is another axis
         if (at.axis, at.affine.scale.numel()) != target.channels(call if up else at.came, out=up):
             return Reason(f"its channels are not those that {named} {'makes' if up else 'reads'}")
         # a zero that a convolution pads with would have to become the shift
@@ -107,5 +110,6 @@ def _refuse_foreign(node: Node, up: bool) -> Reason:
     if not up:
         return Reason(f"its output is read by {node.name} ({node.target}), which is no convolution or linear map")
     made: Any = node.args[0] if node.target is operator.getitem else node
+    # parameters are placeholders too
     what = "an input" if node.op == "placeholder" else made.target
     return Reason(f"its input {node.name} ({what}) is made by no convolution or linear map{quantization(node)}")

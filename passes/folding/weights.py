@@ -67,12 +67,14 @@ class Target:
 
     def width(self, out: bool) -> int:
         """How many channels it makes, or reads."""
+        # [out, in / groups, ...], transposed layers [in, out / groups, ...]
         first, second = self.read.shape[0], self.read.shape[1] * self.layer.groups
         return first if self.layer.input_first is not out else second
 
     def same(self, other: Target) -> bool:
         """Whether it gets the same weights, from tensors that are the same."""
         pairs = ((self.composed(way), other.composed(way)) for way in self.folds)
+        # a module called twice: the same weight and the same fold, so one new weight will do
         alike = all(a.same(b) if a and b else a is b for a, b in pairs)
         read = [
             (t.weight.read, t.bias and t.bias.read, t.layer.groups, t.layer.input_first, t.dtype) for t in (self, other)
@@ -85,6 +87,7 @@ class Target:
         bias = self._bias()
         for site, affine in self.folds["up"]:
             lost.append((site, "up", affine.lost(bias, self.dtype)))
+            # the next one sees the output of this one
             bias = bias * affine.scale + affine.shift
         reasons = (((site, direction), refuse_loss(loss, self.dtype)) for site, direction, loss in lost)
         yield from ((place, reason) for place, reason in reasons if reason)
@@ -103,6 +106,7 @@ class Target:
         """
         old, out, name = self.weight.tensor.detach(), self.composed("up"), self.weight.name
         exact = torch.float32 if float32_above is not None and old.numel() > float32_above else torch.float64
+        # like the tensor in the state: it keeps its strides
         made, bias = self._written(torch.empty_like(old), exact), self._bias()
         bias = bias if out is None else bias * out.scale + out.shift
         held = [tensor.to(self.dtype) for tensor in (made, bias)]

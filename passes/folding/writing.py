@@ -33,6 +33,7 @@ class Writing:
     def write(self) -> None:
         """Layers first, then what they make superfluous."""
         decisions = sorted(self.plan.decided.values(), key=lambda decision: decision.site.node)
+        # before any call is changed: what was planned names nodes
         scaled = {node: node.args.index(source) for made in decisions for node, source in made.scaled.items()}
         dead = list(scaled)
         for group in self.plan.groups:
@@ -55,6 +56,7 @@ class Writing:
         first = group.targets[0]
         weight, fresh = first.weight, None
         leaf = weight.name.rpartition(".")[2].removesuffix("_folded")
+        # tied names stay tied: what is replaced is replaced under each of them
         if first.fresh:
             fresh = self.state.add(weight, f"{leaf}_folded", group.weight, weight.tensor.requires_grad)
         else:
@@ -131,6 +133,7 @@ class Writing:
         for link in weight.chain:
             with call.graph.inserting_before(call):
                 copied = call.graph.node_copy(link)
+            # a weight that is transposed or cast on its way stays so, and `state_dict` keeps its layout
             copied.args = (root, *link.args[1:])
             root = copied
         return root
@@ -140,11 +143,13 @@ class Writing:
         with call.graph.inserting_after(call):
             node = call.graph.call_function(aten.add.Tensor, (call, bias))
         node.meta = dict(call.meta)
+        # the sum itself reads the call
         call.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
 
     def _stand_in(self, decision: Decision) -> list[Node]:
         """Puts what stands for a site in its place; returns what is dead then."""
         site, ends = decision.site, decision.reach.ends
+        # read again: an earlier fold may have put another node there
         stands = site.form.given(site.node.args, site.node.kwargs)["input"]
         if decision.affine is not None:
             stands = self._alone(decision, decision.affine, stands)
@@ -168,6 +173,7 @@ class Writing:
         site = decision.site
         val = self.state.known(source, like=site.norm.running_mean)
         assert val is not None
+        # [C] broadcasts along the last dimension, and channels are in dimension 1
         channels, spatial = affine.scale.numel(), val.ndim - 2
         folded, ones, zeros = decision.convolves(self.plan.options.alone), [1] * spatial, [0] * spatial
         half = val.dtype in HALF and not folded
@@ -201,6 +207,7 @@ class Writing:
             made = node.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         operands = made.all_input_nodes
         values = dict(zip(operands, in_one_mode([val_of(operand) for operand in operands]), strict=True))
+        # torch refuses fake tensors of two modes in one call
         read = [values.get(a, a) if isinstance(a, Node) else a for a in args]
         made.meta = {**metadata_for(node), "val": target(*read, **(kwargs or {}))}
         return made

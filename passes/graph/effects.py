@@ -133,8 +133,9 @@ class Effects:
                     writes.append(user)
                 elif user not in seen and not self._hands_in(user):
                     reads.append(user)
-                work += [made for made in self._results(held, user) if made not in seen]
-                seen |= {user, *self._results(held, user)}
+                results = self._results(held, user)
+                work += [made for made in results if made not in seen]
+                seen |= {user, *results}
         return [read for read in reads if read not in writes], list(dict.fromkeys(writes))
 
     def _runs(self, user: Node) -> bool:

@@ -45,6 +45,7 @@ def hold(norm: BatchNorm | Gradient, reference: Reference) -> Chain | Reason:
     """The chain that computes the record, or why none does exactly."""
     number = numbers(reference.table, {getattr(norm, field): leaf for field, leaf in reference.leaves.items()})
     holders: dict[Node, list[Node]] = defaultdict(list)
+    # in graph order, so that messages and edits do not depend on how the graph was walked
     for node in sorted(number):
         holders[number[node]].append(node)
     if reason := _refuse_dtypes(norm) or _refuse_without(norm, reference, holders):
@@ -73,6 +74,7 @@ def _cut(reference: Reference, holders: _Holders, inner: Set[Node]) -> dict[Node
 def _chain(norm: BatchNorm | Gradient, reference: Reference, holders: _Holders, inner: Set[Node]) -> Chain:
     """The inner nodes that compute those outputs which something else reads."""
     ends = {role: inner & {*holders.get(number, ())} for role, number in reference.roles.items()}
+    # an output that nothing reads is not returned, and what computes it alone stays out of the chain
     read = {node for held in ends.values() for node in held if _reader(node, inner)}
     nodes = behind(*(_whole(node, inner) for node in read), inner=inner)
     outputs = {role: [n for n in sorted(held & nodes) if _reader(n, nodes)] for role, held in ends.items()}
@@ -84,6 +86,7 @@ def _refuse_dtypes(norm: BatchNorm | Gradient) -> Reason:
     input = norm.input.meta["val"].dtype
     parameters = {f: val.dtype for f in NEUTRAL if (val := val_of(getattr(norm, f, None))) is not None}
     found = {*parameters.values()}
+    # Source: check_mixed_data_type in aten/src/ATen/native/cpu/mixed_data_type.h.
     if found <= {input} or (input in HALF and found == {torch.float32}):
         return Reason()
     known = ", ".join(f"{field} {dtype}" for field, dtype in parameters.items())
@@ -95,6 +98,7 @@ def _refuse_without(norm: BatchNorm | Gradient, reference: Reference, holders: _
     roles = reference.roles
     wanted = [number for role, number in roles.items() if role == "out" or role in UPDATED]
     if isinstance(norm, Gradient):
+        # whichever of the gradients is asked for may be all that is there
         wanted = [roles["grad_input"] if roles["grad_input"] in holders else roles["grad_weight"]]
     absent = next((number for number in sorted(reference.behind(*wanted)) if number not in holders), None)
     if absent is None:
@@ -124,6 +128,7 @@ def _refuse_outputs(chain: Chain) -> Reason:
     if not outputs or (isinstance(chain.norm, BatchNorm) and "out" not in outputs):
         return Reason("nothing reads what it normalises")
     for node in (*outputs.get("save_mean", ()), *outputs.get("save_invstd", ())):
+        # what reads it would get another dtype, and other numbers
         if node.meta["val"].dtype != dtype:
             return Reason(f"its {node.name} is {node.meta['val'].dtype}, and batch norm saves {dtype}")
     return Reason()
@@ -160,6 +165,7 @@ def _operands(norm: BatchNorm | Gradient, reference: Reference, holders: _Holder
             continue
         known = found[field].meta["val"].dtype
         dtype = saved_dtype(norm) if field.startswith("save") else known
+        # what was saved may be there in two dtypes, before and after a cast: kernels take one of them
         cast = reference.table.get(("cast", (), number, dtype), number)
         fitting = [n for n in (*holders[number], *holders.get(cast, ())) if n.meta["val"].dtype == dtype]
         if not fitting:

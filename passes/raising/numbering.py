@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Set
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def key_of(node: Node, number: Mapping[Node, Node]) -> Key | None:
             return ("getitem", (), _term(node.args[0], number), node.args[1])
         if cast_of(node) is not None:
             return ("cast", (), _term(node.args[0], number), node.meta["val"].dtype)
+        # views of one value a channel have no number of their own: of what broadcasts them it is asked where they lie
         if isinstance(node.target, OpOverload) and (torch.Tag.pointwise not in node.target.tags or _aligned(node)):
             return _call_key(node, node.target, number)
     except KeyError:
@@ -44,16 +46,23 @@ def _call_key(node: Node, target: OpOverload, number: Mapping[Node, Node]) -> Ke
 
     Whether a reduction keeps its dimensions is the view of its result, and no matter.
     """
-    default = {argument.name: argument.default_value for argument in target._schema.arguments}
+    default = _defaults(target)
     terms: dict[str, Any] = {}
     for name, value in named(target, node.args, node.kwargs).items():
         if name == "dim":
             terms[name] = dims_of(node)
+        # an argument at its default may be spelled or left out; 1 is not True, though they are equal
         elif name != "keepdim" and not (type(value) is type(default[name]) and value == default[name]):
             terms[name] = _term(value, number)
     if op_of(node) in COMMUTE and [*terms] == ["self", "other"]:
+        # without names: x + y and y + x are one value
         return (op_of(node), (), *sorted(terms.values(), key=lambda term: (type(term) is float, str(term))))
     return (op_of(node), tuple(terms), *terms.values())
+
+
+@cache
+def _defaults(target: OpOverload) -> dict[str, Any]:
+    return {argument.name: argument.default_value for argument in target._schema.arguments}
 
 
 def dims_of(node: Node) -> tuple[int, ...]:
@@ -72,10 +81,12 @@ def dims_of(node: Node) -> tuple[int, ...]:
 def _term(value: Any, number: Mapping[Node, Node]) -> Any:
     """An argument in a key: a number, a literal, or the expression of a symbolic one."""
     known = value.meta.get("val") if isinstance(value, Node) else value
+    # the node that reads a size is made anew in each graph, the expression is the same
     if isinstance(known, _SYMBOLS):
         return str(known.node.expr)
     if isinstance(value, Node):
         return number[value]
+    # 2 and 2.0 multiply alike
     if type(value) in (int, float):
         return float(value)
     return tuple(_term(v, number) for v in value) if isinstance(value, list | tuple) else value
@@ -92,14 +103,15 @@ def _aligned(node: Node) -> bool:
     return all(a in (axis, None, -1) for a in axes)
 
 
-def numbers(table: Mapping[Key, Node], leaves: Mapping[Node, Node]) -> dict[Node, Node]:
+def numbers(table: Mapping[Any, Node], leaves: Mapping[Node, Node]) -> dict[Node, Node]:
     """The numbers that a table gives to the nodes computed from the leaves, found through their users alone."""
     number = dict(leaves)
     work = list(number)
     while work:
+        # A user is met once for each operand, and numbered when the last of them has its number.
         for user in work.pop().users.keys() - number.keys():
-            source, key = transparent(user), key_of(user, number)
-            found = number.get(source) if source is not None else table.get(key) if key is not None else None
+            source = transparent(user)
+            found = number.get(source) if source is not None else table.get(key_of(user, number))
             if found is not None:
                 number[user] = found
                 work.append(user)

@@ -35,6 +35,7 @@ ELEMENTARY = "elementary operations"
 _GRADIENT = GRADIENT_BY_TARGET[aten.batch_norm_backward.default][0]
 
 
+# A gradient is written as this one first: it does without a reserve, a weight and running statistics.
 _NATIVE_GRADIENT = GRADIENT_BY_TARGET[aten.native_batch_norm_backward.default][0]
 
 
@@ -61,9 +62,11 @@ class RaiseDecomposed:
 
         Raises: InvalidProgram for anything else.
         """
+        # a program without any is not copied
         if not any(True for _, graph in graphs_of(program) for _ in find_candidates(graph)):
             return Result(program)
         draft, log, references = Draft(program, self.inplace), Log(), References()
+        # references are of shapes and dtypes, not of a graph: one trace serves all of them
         for path, graph in draft.graphs:
             _raise_all(draft, path, graph, references, log)
         return log.result(draft.build() if log.edits else program)
@@ -97,6 +100,7 @@ def _raise_all(draft: Draft, path: str, graph: Graph, references: References, lo
     gradients: list[tuple[Node, Gradient]] = []
     refused: dict[Node, Reason] | None = None
     while refused is None:
+        # reasons of the last round alone count: what was refused before may have been raised since
         edits, refused = len(log.edits), {}
         for candidate in find_candidates(graph):
             plan = _plan(candidate, references)
@@ -126,6 +130,7 @@ def _plan(candidate: Candidate, references: References) -> Chain | Reason:
         reason = reason or refusal
         if isinstance(held, Chain) and not refusal and (best is None or len(held.outputs) > len(best.outputs)):
             best = held
+        # one spelling of a forward is as good as another; a gradient may be part of a longer one
         if best is not None and isinstance(norm, BatchNorm):
             break
     return best or reason
@@ -135,9 +140,11 @@ def _refuse_operands(norm: BatchNorm | Gradient) -> Reason:
     """Why a record has no reference."""
     named = {f.name: node for f in fields(norm) if isinstance(node := getattr(norm, f.name), Node)}
     nodes = [*named.values()]
+    # a tensor in two roles would have two numbers, and a value numbering gives it one
     if twice := next((node for node in nodes if nodes.count(node) > 1), None):
         return Reason(f"{twice.name} is two of its operands")
     updated = named.keys() & {"running_mean", "running_var"}
+    # no overload takes one statistic of the two
     if isinstance(norm, BatchNorm) and len(updated) == 1:
         return Reason(f"it updates its {updated.pop()} alone")
     return _refuse_shapes({name: node.meta["val"] for name, node in named.items()}, norm.training)
@@ -162,6 +169,7 @@ def _refuse_place(chain: Chain) -> Reason:
             return Reason(f"its {node.name} is read by {early.name}, before {last.name} is computed")
     at = max(place, last)
     for operand in chain.operands.values():
+        # the call reads all of its operands in one place, where the chain read them one by one
         reads, writes = Effects().accesses(operand)
         for read in chain.nodes & {*reads}:
             if write := next((w for w in writes if min(at, read) < w < max(at, read)), None):
@@ -182,6 +190,7 @@ def _raise_forward(draft: Draft, chain: Chain, path: str, log: Log) -> None:
     statistics = Statistics.NONE if norm.running_mean is None else Statistics.OUTPUTS
     form = nearest(Dialect.CORE, norm.training, statistics, out=False)  # it does without weights and statistics
     raised = _subject(chain.outputs["out"][0], path)
+    # By way of core ATen: write_site then fills in what the family needs, as consolidate does.
     site = read_site(_write(chain, form), path)
     target = row_in(Dialect.FAMILY, form, site.norm, draft.functional)
     write_site(draft, site, target)
@@ -192,6 +201,7 @@ def _raise_gradient(draft: Draft, chain: Chain, path: str, log: Log) -> tuple[No
     """The gradient's call and record: its reserve is still to be wired."""
     norm: Any = chain.norm
     log.edit(_subject(min(chain.results), path), ELEMENTARY, _GRADIENT.name)
+    # what nothing reads is not asked for: kernels skip it
     masked = replace(chain, norm=replace(norm, output_mask=[role in chain.outputs for role in GRADS]))
     site = read_gradient(_write(masked, _NATIVE_GRADIENT), path)
     return write_gradient(draft, site, _GRADIENT), site.norm
@@ -203,11 +213,14 @@ def _write(chain: Chain, form: Form) -> Node:
     results, vals = sorted(chain.results), [_val(chain, role) for role in form.roles]
     with place.graph.inserting_after(last) if last >= place else place.graph.inserting_before(place):
         call = place.graph.create_node("call_function", form.overload, (), name=form.overload.overloadpacket.__name__)
+    # the module and the stack of what stood for the output
     call.meta = carried(chain.outputs.get("out", [place])[0], tuple(vals))
     with place.graph.inserting_before(call):
+        # at the call, not at the operand: that may be a placeholder, and these come first
         operands: Any = {field: _flat(field, node) for field, node in chain.operands.items()}
     call.args = form.write(replace(chain.norm, **operands))[0]
     if last >= place:
+        # those that came ahead of the last operand move behind the call
         for result in reversed(results):
             call.append(result)
     for role, nodes in chain.outputs.items():
@@ -239,12 +252,14 @@ def _read(call: Node, index: int, val: torch.Tensor, nodes: list[Node]) -> None:
     read = [node for node in nodes if node.meta["val"].ndim == val.ndim]
     viewed = [node for node in nodes if node not in read]
     for node in read:
+        # the node stays, as its name may be in a signature
         node.target, node.args, node.kwargs = operator.getitem, (call, index), {}
     if viewed and (not read or viewed[0] < read[0]):
         with call.graph.inserting_after(call):
             read.insert(0, call.graph.call_function(operator.getitem, (call, index)))
         read[0].meta = carried(viewed[0], val)
     for node in viewed:
+        # one dimension at most is long: the channels
         shape = [1 if type(size) is int and size == 1 else -1 for size in node.meta["val"].shape]
         node.target, node.args, node.kwargs = aten.view.default, (read[0], shape), {}
 
@@ -255,9 +270,11 @@ def _sweep(nodes: Iterable[Node]) -> None:
     while work:
         node = work.pop()
         sizes = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.SymInt | torch.SymFloat)]
-        more = {*sizes, *(user for user in node.users if not live(user))} - found
+        # most users are of the chain: whether something comes of the others is what takes time
+        more = {*sizes, *(user for user in node.users.keys() - found if not live(user))} - found
         found |= more
         work += more
+    # readers first: torch refuses to erase what is read
     for node in sorted(found, reverse=True):
         if node.op == "call_function" and not node.users and not node.is_impure():
             node.graph.erase_node(node)

@@ -78,6 +78,7 @@ class _Match:
         whole: list[Any] = [val_of(node) for field, node in operands.items() if field in WHOLE]
         channels = [channel_axis(val_of(node)) for field, node in operands.items() if field not in WHOLE]
         mean = operands.get("save_mean" if self.pattern.training else "running_mean")
+        # of layer norm and group norm the statistics lie along other dimensions
         beside = mean is None or _of_channels(mean, operands["input"])
         return None not in channels and all(v.ndim > 1 and v.shape == whole[0].shape for v in whole) and beside
 
@@ -88,6 +89,7 @@ class _Match:
         kind = self.pattern.kind
         literals = {name: self.binding[name] for name in LITERALS.values() if name in self.binding}
         given = dict.fromkeys(f.name for f in fields(kind) if f.name != "out") | defaults | literals
+        # half inputs are cast to float32 by the decomposition, and may have been cast by the user
         for casts in (True, False):
             operands = {f: self.source(f, casts or f not in (*WHOLE, *OPTIONAL)) for f in self.operands}
             yield kind(**{**given, **operands, "training": self.pattern.training}), self.pattern.emitter
@@ -105,6 +107,7 @@ def _of_channels(node: Node, input: Node) -> bool:
     axis = channel_axis(val)
     if val is None or whole is None or axis is None or whole.ndim < 2:
         return False
+    # counted from the right: dimension 1 of [N, C, *] is at ndim - 2, and a [C] that is not viewed is at 0
     return whole.shape[1] == 1 if axis == -1 else axis == whole.ndim - 2 and val.shape[-1 - axis] == whole.shape[1]
 
 
@@ -141,11 +144,13 @@ def _refuse_statistics(match: _Match) -> Reason | None:
     training, statistics = match.pattern.training, _statistics(match)
     for node in filter(_reduces, map(_maker, statistics)):
         found, expected = _dims(node)
+        # batch norm reduces over the batch, and never over channels
         if 0 not in found or 1 in found:
             return None
         if training and found != expected:
             return Reason(f"it reduces over dimensions {found}, expected {expected}")
         given = node.kwargs.get("correction")
+        # torch's default is Bessel's, 1; batch norm normalises with the biased variance
         correction = 0 if op_of(node) != "var_mean" else 1 if given is None else given
         if training and correction != 0:
             return Reason(f"its correction is {correction}, expected 0: the biased variance")
@@ -189,6 +194,8 @@ def _computed(statistic: Node) -> Node | None:
     work = [statistic]
     for node in work:
         if node.op == "call_function" and node.target not in BY_TARGET:
+            # an update, (1 - momentum) * old + momentum * batch, is pointwise in the state, and where it meets the
+            # batch there is a reduction
             pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
             moved = node.target is operator.getitem or kind_of(node.target) not in (None, Kind.FRESH, Kind.DRAW)
             if not moved and not pointwise:
@@ -202,6 +209,7 @@ def _regrouped(node: Any) -> bool:
     val = val_of(node)
     if val is None or type(val.shape[0]) is not int or val.shape[0] != 1:
         return False
+    # instance norm views [N, C, *] as [1, N * C, *], and what it normalises then is the batch
     while kind_of(getattr(node, "target", None)) is Kind.RESHAPE:
         node = source_of(node.args[0], casts=True)
     before = val_of(node)
@@ -228,6 +236,7 @@ def _saved_eps(match: _Match) -> float:
     """
     saved = bare(match.operands.get("save_invstd"))
     made = _maker(saved)
+    # forwards may have been raised already, in this graph or by another pass
     if getattr(made, "target", None) in BY_TARGET:
         return float(read_site(made).norm.eps)
     shifted: Any = source_of(saved.args[0]) if op_of(saved) == "rsqrt" else None

@@ -29,6 +29,7 @@ WHOLE = ("grad_out", "input")  # the operands of shape [N, C, *]; every other ha
 
 def _torch_forward(norm: BatchNorm) -> dict[str, Any]:
     """Source: torch/_decomp/decompositions.py, which returns the running statistics unrounded."""
+    # called as it is, so that the reference changes with torch
     helper: Any = native_batch_norm_helper
     made = helper(*[getattr(norm, field) for field in FIELDS], functional=True)
     found = dict(zip((*SAVED, *UPDATED), made, strict=True))
@@ -89,11 +90,13 @@ class Pattern:
         """What it is recognised by: of a forward what reads var + eps, of a gradient the last sum of a product."""
         if self.kind is BatchNorm:
             return next(node for node in self.behind if any(_EPS in operand.args for operand in node.all_input_nodes))
+        # grad_weight, and in training grad_input, hold the sum of grad_out * x_hat
         return max(node for node in self.behind if op_of(node) == "sum" and node.args[0] not in self.leaves)
 
     @cached_property
     def needed(self) -> frozenset[Node]:
         """What has to be bound: the output of a forward, and the operands that no chain is without."""
+        # a training chain may update nothing, or be read before the update
         updated = ("running_mean", "running_var") if self.kind is BatchNorm and self.training else ()
         leaves = {leaf for leaf, field in self.leaves.items() if field not in (*OPTIONAL, *updated)}
         return frozenset(leaves | ({self.roles["out"]} if self.kind is BatchNorm else set()))
@@ -111,6 +114,7 @@ def _pattern(kind: type, emitter: str, training: bool) -> Pattern:
     names = FIELDS[:5] if kind is BatchNorm else (*WHOLE, "weight", *statistics)
     literals = {"training": training, "eps": _EPS, "momentum": _MOMENTUM, "output_mask": [True] * 3}
     norm = kind(**{f.name: literals.get(f.name) for f in fields(kind) if f.name != "out"})
+    # no size is that of another dimension, so that none is taken for it
     with FakeTensorMode():
         values = {name: torch.empty((2, 3, 4, 5) if name in WHOLE else 3) for name in names}
     traced = _traced(norm, emitter, values)
@@ -119,6 +123,7 @@ def _pattern(kind: type, emitter: str, training: bool) -> Pattern:
     for node in traced.graph.nodes:
         before = transparent(node) or cast_of(node)
         bare[node] = node if before is None else bare[before]
+        # Without views and casts, of which spellings differ most: the exact check asks for them again.
         node.replace_all_uses_with(bare[node])
         if before is None:
             behind[node] = frozenset({node}).union(*(behind[operand] for operand in node.all_input_nodes))
@@ -176,6 +181,7 @@ class References:
 
         Raises: ZeroDivisionError for one value a channel in training, whose unbiased variance is undefined.
         """
+        # A trace takes longer than all the rest: programs have many batch norms and few shapes.
         key = (emitter, type(norm), *[_described(getattr(norm, f.name)) for f in fields(norm)])
         if key not in self._made:
             self._made[key] = _reference(norm, emitter)
@@ -199,6 +205,7 @@ def _reference(norm: BatchNorm | Gradient, emitter: str) -> Reference:
             number[node] = number[source]
         elif (key := key_of(node, number)) is not None:
             number[node] = table.setdefault(key, node)
+    # nodes of one value become one, so that a number says who computes it
     for node, value in number.items():
         node.replace_all_uses_with(value)
     roles = {role: number[_kept(norm, role, node)] for role, node in traced.results.items()}

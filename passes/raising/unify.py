@@ -28,6 +28,7 @@ Binding = Mapping[Any, Any]
 def unify(pattern: Pattern, anchor: Node) -> list[Binding]:
     """The bindings of a pattern whose anchor is this node, the longest chain first."""
     found = _least(_down(pattern, pattern.anchor, anchor, {"conflicts": 0}))
+    # the output last: it is the longest way up, and what else is bound by then shortens it
     first, *others = pattern.roles.values()
     for root in others:
         found = [_least([*_reached(pattern, root, part), part])[0] for part in found]
@@ -44,6 +45,7 @@ def _least(found: Iterable[Binding]) -> list[Binding]:
 
 def _reached(pattern: Pattern, root: Node, binding: Binding) -> list[Binding]:
     """The bindings that reach an output, where that tells of an operand which is not bound yet."""
+    # going up costs most, so only for what is still asked: weight, bias, running statistics
     unbound = pattern.leaves.keys() - binding.keys()
     return list(_up(pattern, root, binding)) if unbound & pattern.behind[root] else []
 
@@ -56,6 +58,7 @@ def _up(pattern: Pattern, root: Node, binding: Binding) -> Iterator[Binding]:
         yield binding
         return
     parent, readers = max(behind & term.users.keys()), [*_readers(bare(binding[term]))]
+    # steps that look like the pattern's come first; only without any, something else may stand in their place
     alike = [reader for reader in readers if _called(reader) == _called(parent)]
     found = [deeper for reader in alike for deeper in _operands(pattern, parent, reader, binding)]
     for deeper in found:
@@ -63,6 +66,7 @@ def _up(pattern: Pattern, root: Node, binding: Binding) -> Iterator[Binding]:
     for reader in () if found else readers:
         if weighed := _weighed(pattern, binding, reader):
             yield from _up(pattern, root, {**_conflicting(binding), **weighed, term: reader})
+    # affine=False: there is no product with a weight, no sum with a bias
     if _left_out(pattern, parent) is term:
         yield from _up(pattern, root, {**binding, parent: binding[term]})
 
@@ -79,6 +83,7 @@ def _down(pattern: Pattern, term: Any, value: Any, binding: Binding) -> Iterator
     node = bare(value)
     if not isinstance(term, Node):
         yield from _literal(term, value, binding)
+    # x is read twice, by the mean and by the difference: both have to be one tensor
     elif term in binding and bare(binding[term]) is node:
         yield binding
     elif term in pattern.leaves:
@@ -98,6 +103,7 @@ def _conflicting(binding: Binding) -> Binding:
 def _operands(pattern: Pattern, term: Node, node: Node, binding: Binding) -> Iterator[Binding]:
     """The bindings in which two calls of an op have the same operands, in either order where they commute."""
     asked, given = arguments_of(term), arguments_of(node)
+    # x * x is the same in both orders, and would give each binding twice
     commutes = op_of(term) in COMMUTE and given[0] is not given[1]
     for order in (given, given[1::-1]) if commutes else (given,):
         found: list[Binding] = [{**binding, term: node}]
@@ -118,6 +124,7 @@ def _literal(term: Any, value: Any, binding: Binding) -> Iterator[Binding]:
 
 def _left_out(pattern: Pattern, term: Node) -> Node | None:
     """What a step hands on where it may be missing: what is beside a weight, a bias or a number."""
+    # var + eps and momentum * batch are never left out
     if op_of(term) not in COMMUTE or any(type(part) is float and part in LITERALS for part in term.args):
         return None
     rest = [part for part in term.args if isinstance(part, Node) and pattern.leaves.get(part) not in OPTIONAL]

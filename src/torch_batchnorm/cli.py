@@ -43,6 +43,7 @@ _progress = Console(stderr=True)
 
 def _out() -> Console:
     """Standard output, wide enough for a table when it is not a terminal."""
+    # rich takes 80 columns where there is no terminal, and folds names in the middle
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
@@ -52,10 +53,12 @@ def _step(doing: str) -> Iterator[None]:
     code 2.
     """
     try:
+        # rich reads brackets as markup, and paths have some
         with _progress.status(escape(doing)) if doing else nullcontext():
             yield
     except BatchNormError as error:
         typer.echo(f"torch-batchnorm: {error}", err=True)
+        # a traceback is for a mistake of ours: those are not caught
         raise typer.Exit(2) from None
 
 
@@ -88,6 +91,7 @@ def _inspect(
     with _step(f"Loading {source}"):
         report = inspect(load(source).program, device)
     if json:
+        # not through rich, which would wrap and colour it
         typer.echo(report.to_json())
     else:
         _out().print(report.table() if report.entries else report.summary())
@@ -113,6 +117,7 @@ def _rewrite(source: Path, output: Path, report: bool, strict: bool, doing: str,
     if report:
         for table in result_tables(result):
             _out().print(table)
+    # ahead of saving, so that a script finds no file that is half of what it asked for
     if strict and result.declined:
         first = result.declined[0]
         typer.echo(f"torch-batchnorm: {len(result.declined)} declined: {first.site}: {why(first)}", err=True)
@@ -135,6 +140,7 @@ def _command(made: type[Pass]) -> Callable[[Callable[..., None]], None]:
     """Makes a function the command of a pass. It ends in `report, strict, **options`: the fields are the options."""
 
     def add(function: Callable[..., None]) -> None:
+        # annotations are text in this module (from __future__), and typer wants types
         *asked, report, strict, _ = signature(function, eval_str=True).parameters.values()
         asked += [*(_parameter(option) for option in options_of(made) if option.flags), report, strict]
         # typer reads what a command takes from here, and calls it with all of it by keyword
@@ -196,6 +202,7 @@ def _diff(
 ) -> None:
     """Shows the batch norms of two programs side by side; exits 1 when they differ."""
     reports = []
+    # one after the other: a report holds no program, and two of them may not fit
     for path in (left, right):
         with _step(f"Loading {path}"):
             reports.append(inspect(load(path).program))

@@ -44,6 +44,7 @@ def exportable(model: Model) -> Iterator[Model]:
         if module.training and module.track_running_stats and type(module).forward is not _BatchNorm.forward:
             found = f"None in a {type(module).__name__}, whose forward is its own"
             raise InvalidBatchNorm(name or type(model).__name__, "momentum", found, "a number, or a torch.nn.BatchNorm")
+    # an instance may have a forward of its own already, set by hooks or wrappers
     held = [(module, module.__dict__.get("forward")) for _, module in averaging]
     try:
         for _, module in averaging:
@@ -64,6 +65,7 @@ def _forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     if not self.training or mean is None or var is None or counter is None:
         return _BatchNorm.forward(self, input)
     self._check_input_dim(input)  # type: ignore[no-untyped-call]
+    # first, as torch does: the factor is 1/k at the k-th batch
     counter.add_(1)
     # The batch's own statistics, as the kernel computes them: it gets nothing to average them with. The buffers are
     # not the kernel's to write, because autograd would find them changed again before the gradient.
@@ -81,6 +83,7 @@ class _Statistics(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # functional.batch_norm is what modules of every kind end in
         given = dict(kwargs or {})
         if func is functional.batch_norm:
             given = dict(zip(("input", "running_mean", "running_var"), args, strict=False)) | given
@@ -94,6 +97,7 @@ class _Statistics(TorchFunctionMode):
 
 
 def _fake(tensor: Any) -> bool:
+    # export wraps fake tensors for functionalization, twice in nested regions
     while torch._is_functional_tensor(tensor):
         tensor = torch._from_functional_tensor(tensor)
     inner = getattr(tensor, "elem", tensor)

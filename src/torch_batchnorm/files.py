@@ -42,6 +42,7 @@ def load(path: Path) -> Loaded:
         raise InvalidProgram(f"{path}: found no archive, expected a .pt2 file written by torch.export.save")
     with _quiet():
         try:
+            # torch.export.load fills in those extra files alone that it is asked for by name
             models, extra_files = _entries(path, r"models/(.+)\.json"), dict.fromkeys(_entries(path, "extra/(.+)"), "")
             if models and models != ["model"]:
                 raise InvalidProgram(f"{path}: found programs named {', '.join(models)}, expected one named model")
@@ -67,6 +68,7 @@ def load_batches(path: Path, batch_size: int | None = None) -> list[Any]:
     """
     if not path.is_file():
         raise InvalidChoice(f"{path}: found no file, expected one of inputs: .pt, .npz or .safetensors")
+    # by suffix, not by content: a .pt and a .npz are both zip archives
     if path.suffix not in _READERS:
         raise InvalidChoice(f"{path}: found {path.suffix or 'no suffix'}, expected {', '.join(_READERS)}")
     try:
@@ -83,6 +85,7 @@ def load_batches(path: Path, batch_size: int | None = None) -> list[Any]:
 
 
 def _read_npz(path: Path) -> Any:
+    # here, as neither is a dependency: who has no such files needs no such package
     import numpy
 
     with numpy.load(path) as archive:
@@ -98,6 +101,7 @@ def _read_safetensors(path: Path) -> Any:
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {
+    # pickles run code; tensors and containers of them do not need one
     ".pt": lambda path: torch.load(path, weights_only=True, map_location="cpu"),
     ".npz": _read_npz,
     ".safetensors": _read_safetensors,
@@ -119,6 +123,7 @@ def _split(batch: Any, size: int, path: Path) -> list[Any]:
 
 def check_output(source: Path, path: Path) -> None:
     """Raises InvalidOutput, before any work is done, when `path` cannot be written or is the file that was read."""
+    # samefile: links and relative paths are the same file under other names
     if path.exists() and source.exists() and path.samefile(source):
         raise InvalidOutput(f"{path}: the output is the input, expected another path: nothing is overwritten")
     if path.exists() and not path.is_file():
@@ -136,6 +141,7 @@ def save(loaded: Loaded, path: Path) -> None:
 
     Raises: InvalidOutput when the file cannot be written; what was there before is then untouched.
     """
+    # os.replace would replace the link itself
     place = path.resolve()
     try:
         # A folder, so that the file has its own name: torch writes it into the archive.
@@ -158,6 +164,7 @@ def _entries(path: Path, pattern: str) -> list[str]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """torch warns and logs about what is then raised, or about nothing a user of the command line can change."""
+    # `disable` is the one switch for all of torch's loggers, which have levels of their own
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

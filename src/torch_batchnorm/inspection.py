@@ -132,8 +132,10 @@ def diff(left: Report, right: Report) -> Difference:
     >>> diff(report, report).differing
     0
     """
+    # nodes are renamed by what rewrites them, modules are not
     modules = [[entry.module for entry in report.entries] for report in (left, right)]
     rows = []
+    # autojunk drops what is frequent, and a module that is called often is no junk
     for _, a, b, c, d in SequenceMatcher(a=modules[0], b=modules[1], autojunk=False).get_opcodes():
         for mine, other in zip_longest(left.entries[a:b], right.entries[c:d]):
             known = mine or other
@@ -181,6 +183,7 @@ def inspect(program: Program, device: str | None = None) -> Report:
 
 def _known(device: str | None) -> None:
     try:
+        # asked once, ahead of the work: "hip" is a device to torch.device, whatever the build
         torch.device(device or "cpu")
     except RuntimeError:
         raise InvalidChoice(f"found device {device!r}, expected one that PyTorch knows: cuda, hip, cpu, ...") from None
@@ -194,6 +197,7 @@ def _backend(site: Site, device: str | None) -> dict[str, Any]:
     vals: dict[str, Any] = {f: getattr(getattr(norm, f), "meta", {}).get("val") for f in FIELDS[:5]}
     if not isinstance(vals["input"], torch.Tensor):
         return {"why": "the shape of its input is not known"}
+    # as `consolidate` fills it in: the backend is that of the consolidated call
     like = next((v for f, v in vals.items() if f != "input" and v is not None), vals["input"])
     tensors = {f: like if v is None and f != "input" else v for f, v in vals.items()}  # what is missing is filled in
     found = explain_backend(**tensors, training=norm.training, eps=norm.eps, device=device)
@@ -208,9 +212,11 @@ def _entry(site: Site, names: dict[Node, str], state: Collection[str]) -> Entry:
     tensors: dict[str, Any] = {
         f: None if (t := _attached(getattr(norm, f))) is None else names.get(t, t.name) for f in FIELDS[1:5]
     }
+    # torch.nn keeps it beside the running mean; no batch norm overload reads it
     counter = f"{str(tensors['running_mean']).rpartition('.')[0]}.num_batches_tracked".removeprefix(".")
     return replace(
         entry,
+        # a mode that is a node is none of the two
         mode={True: "train", False: "eval"}.get(norm.training) if type(norm.training) is bool else None,
         **_shaped(norm.input.meta.get("val")),
         eps=_literal(norm.eps),
@@ -228,6 +234,7 @@ def _shaped(val: Any) -> dict[str, Any]:
     """What an entry says of its input [N, C, *], nothing where the graph keeps no shapes."""
     if not isinstance(val, torch.Tensor) or val.ndim < 2:
         return {}
+    # symbols as text: JSON knows none
     channels = val.shape[1] if type(val.shape[1]) is int else str(val.shape[1])
     dtype, device = str(val.dtype).removeprefix("torch."), str(val.device)
     return {"input": type_of(val), "channels": channels, "rank": val.ndim, "dtype": dtype, "device": device}
@@ -245,6 +252,7 @@ def _attached(tensor: Node | None) -> Node | None:
 
 def _called(node: Node) -> str:
     """A node and what it calls, as `conv2d (aten.conv2d.default)`; for one of several outputs, what made them."""
+    # what made it is of interest, not which of its outputs it is
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return _called(node.args[0])
     if node.op == "output":

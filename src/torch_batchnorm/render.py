@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch_batchnorm.passes.graph.nest import graphs_of
 from torch_batchnorm.passes.graph.result import Program
 
+# As MLIR and Rust call them: a line holds two shapes more. Others keep torch's name.
 _SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -30,6 +31,7 @@ def render(program: Program) -> str:
 
     Raises: InvalidProgram for anything else.
     """
+    # Names, types and order alone, no addresses or paths: snapshots have to be the same everywhere.
     blocks = []
     for path, graph in graphs_of(program):
         lines = [_node(node) for node in graph.nodes]
@@ -37,6 +39,7 @@ def render(program: Program) -> str:
             "\n".join([f"{path}:" if path else "", *(f"  {line}" if path else line for line in lines)]).strip()
         )
     if isinstance(program, ExportedProgram):
+        # a user output has no target, and is in the return line already
         listed = [s for s in program.graph_signature.output_specs if s.target is not None]
         blocks.extend(f"{getattr(s.arg, 'name', s.arg)} -> {s.kind.name} {s.target}" for s in listed)
     return "\n".join(blocks)
@@ -47,6 +50,7 @@ def _node(node: Node) -> str:
         return f"return {_argument(node.args[0])}"
     if node.op == "placeholder":
         return f"{node.name}{_type(node)} = placeholder"
+    # no type: a submodule or a constant that is not lifted has no val
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
     given = [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
@@ -55,6 +59,7 @@ def _node(node: Node) -> str:
 
 def target_of(node: Node) -> str:
     """What a node calls: an ATen overload in full, anything else by its bare name."""
+    # str of a function would hold its address
     if isinstance(node.target, str | torch._ops.OpOverload):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))

@@ -13,8 +13,10 @@ from torch_batchnorm.passes.graph.result import Declined, Result
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A rich table, in ASCII that pastes into an issue as Markdown; None shows as a dash."""
+    # rich wraps a title to the width of the table: a short table would break it
     made = Table(title=title, title_justify="left", title_style="bold", box=box.MARKDOWN, min_width=len(title) + 2)
     for column in columns:
+        # never an ellipsis: names are there to be copied
         made.add_column(column, overflow="fold")
     for row in rows:
         made.add_row(*("-" if cell is None else str(cell) for cell in row))
@@ -23,6 +25,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 def text_of(*parts: object, width: int = 160) -> str:
     """Rich renderables as plain text of a fixed width, for `print` and for files."""
+    # the same text in a terminal, a pipe and a test
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         for part in parts:
