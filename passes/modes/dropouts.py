@@ -24,6 +24,7 @@ def stop(random: Random) -> None:
         argument = FLAGS[node.target]
         was = named(node.target, node.args, node.kwargs)[argument]  # type: ignore[arg-type]
         write_note(node, train={"was": was}, frozen=None)
+        # attention has a probability in place of a flag
         _set_argument(node, argument, 0.0 if argument == "dropout_p" else False)
     elif random.kind == "mask":  # 1.0 divided by 1.0 is exact
         write_note(node, train={"was": node.args[1]}, frozen=None)
@@ -66,6 +67,7 @@ def _start_mask(node: Node, was: Any) -> Reason:
 
 
 def _start_depth(node: Node, was: Any) -> Reason:
+    # by name, as what is noted has to be plain data: the nodes may be gone, or others called so by now
     names = note_of(node)["depth"]
     nodes = {n.name: n for n in node.graph.nodes if n.name in names}
     product, *operands = (nodes.get(name) for name in names)
@@ -80,6 +82,7 @@ _STARTS = {"flag": _start_flag, "mask": _start_mask, "depth": _start_depth}
 
 
 def _keep(node: Node, share: float) -> None:
+    # the mask is divided by the share that it keeps: both are one number, in two nodes
     division = next(iter(node.users))
     node.args = (node.args[0], share, *node.args[2:])
     division.args = (division.args[0], share)

@@ -154,6 +154,7 @@ def _decline_unreadable(log: Log, sites: Iterable[Site], random: Iterable[Random
     for site in sites:
         if site.problem and not _trains(site) and not _evaluates(site):
             log.decline(site, site.problem)
+    # what draws in every mode is among them: eval leaves it drawing, and says so
     for draws in random:
         if draws.problem:
             log.decline(draws, draws.problem)

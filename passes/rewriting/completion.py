@@ -101,6 +101,7 @@ def _copied(field: str, saved: bool = False) -> Callable[[Node, BatchNorm], None
 
 def _inverse_deviation(holder: Node, norm: BatchNorm) -> None:
     """1/sqrt(running_var + eps), which is what every kernel that saves it saves."""
+    # cast first, as a kernel adds eps in the dtype that it saves in
     var = _cast(holder, norm, norm.running_var)
     with holder.graph.inserting_before(holder):
         shifted = new_call(holder.graph, aten.add.Tensor, (var, norm.eps))

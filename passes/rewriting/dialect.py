@@ -35,6 +35,7 @@ def to_training(draft: Draft, log: Log) -> Reason:
     returned: list[Any] = list(output.args[0])[len(pairs) :]  # type: ignore[arg-type]
     if reason := _refuse_training(pairs, output, returned):
         return reason
+    # first: the output reads what is listed, and statistics that are written in place are no node that could be listed
     draft.listing.drop_mutations()
     mutated = {placeholder for placeholder, _ in pairs}
     for site in find_sites(draft.graphs):
@@ -113,6 +114,7 @@ def to_functional(draft: Draft, inputs: Inputs) -> Reason:
     Returns why that cannot be done exactly, empty when it was. Nothing is changed then.
     """
     writers = [node for _, graph in draft.graphs for node in graph.nodes if _writes(node)]
+    # by the time that one is written as a new value, those before it are, and share nothing any more
     refused = (_refuse_write(draft, inputs, node, writers[: number + 1]) for number, node in enumerate(writers))
     updates = (_refuse_update(site, inputs) for site in find_sites(draft.graphs))
     if reason := next(filter(None, chain(refused, updates)), None):
@@ -139,6 +141,7 @@ def _writes(node: Node) -> bool:
 
 def _functional_of(node: Node) -> OpOverload | None:
     """The overload that returns what this one writes into its first argument: `f` of `f_`."""
+    # by name, as torch has no other link between the two
     target: Any = node.target
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
@@ -162,6 +165,7 @@ def _refuse_write(draft: Draft, inputs: Inputs, node: Node, writers: list[Node])
 
 def _alike(node: Node, functional: OpOverload, written: Node) -> bool:
     """Whether the functional overload returns what the op writes: the same dtype and shape."""
+    # x.add_(y) keeps the dtype of x where add promotes: told by running it on the fake values
     place = written.meta.get("val")
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
     if not isinstance(place, torch.Tensor):

@@ -108,7 +108,7 @@ def _change_dialect(draft: Draft, inputs: Inputs | None, target: Target, log: Lo
 
 def _write_formulas(draft: Draft, inputs: Inputs | None, log: Log) -> None:
     """Every gradient and every forward as elementary operations."""
-    # gradients first: their operands are the outputs of the forwards, which are gone when those are operations
+    # gradients first: the reserve of a forward, which operations do not have, has no reader left then
     sites: Iterable[Call] = chain(find_gradients(draft.graphs), find_sites(draft.graphs))
     for site in sites:
         reason = site.problem or refuse_elementary(site)
@@ -138,7 +138,7 @@ def _write_forms(draft: Draft, inputs: Inputs | None, target: Target, log: Log) 
             reason = inputs.refuse_update(site)
         return reason or form
 
-    # gradients first: whether one can be pinned is told from its forward as it was
+    # gradients first: whether one can be pinned is told from its forward as it was before
     rewrite(log, find_gradients(draft.graphs), gradient, partial(write_gradient, draft))
     rewrite(log, find_sites(draft.graphs), forward, partial(write_site, draft))
 
@@ -154,9 +154,9 @@ def _refuse_gradient(site: GradientSite, form: Form, target: Target, functional:
     """Why a gradient cannot be written as a row, empty when it can."""
     if site.problem or site.form.destinations:
         return site.problem or Reason("it writes to its out arguments")
+    # the gradients of libraries have no mask, and cuDNN's reads what its own forward laid aside
     if "reserve" in form.arguments and site.norm.reserve is None:
         return Reason(f"it has no reserve, which {form.name} reads: its forward left none")
-    # cuDNN's and MIOpen's gradients have no mask. The reserve is cuDNN's own, which another forward does not make.
     if "output_mask" not in form.arguments and not all(site.norm.output_mask):
         return Reason(f"{form.name} computes all three gradients, and its output_mask asks for some")
     return _refuse_pin(site, target, functional) if target.pins is not None and site.norm.training else ""

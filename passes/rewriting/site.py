@@ -207,7 +207,7 @@ def _unreadable(norm: BatchNorm | Gradient) -> str:
         return f"its input is of rank {val.ndim}, expected [N, C, *]"
     if val is not None and (wrong := _wrong_length(norm, channels_of(norm, val_of))):
         return wrong
-    # most forms say their mode by which overload they are: one that is computed when it runs has no counterpart there
+    # the family and core ATen say the mode by which overload it is: one that is computed when it runs has none there
     if type(norm.training) is not bool:
         return f"training is {_found_as(norm.training)}, not a literal True or False: the mode is not known"
     if type(norm.eps) not in (float, int):

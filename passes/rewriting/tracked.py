@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -34,23 +33,16 @@ def root_of(tensor: Node) -> Node:
     """The state that a running statistic is, or is the update of."""
     # Two calls of one module chain in a functional graph: the second one's statistic is what the first one returned.
     # The add of a counter chains the same way.
-    while tensor.op == "call_function" and tensor.all_input_nodes:
-        if tensor.target is operator.getitem:
-            call = tensor.all_input_nodes[0]
-            norm = _record(call)
-            role = None if norm is None else norm[0].roles[tensor.args[1]]
-            if norm is None or role not in UPDATED:
-                return tensor
-            tensor = norm[1].running_mean if role == UPDATED[0] else norm[1].running_var
+    while tensor.op == "call_function" and (operands := tensor.all_input_nodes):
+        before = operands[0]
+        if tensor.target is operator.getitem and before.target in BY_TARGET:
+            form = form_of(before.target, before.args, before.kwargs)  # type: ignore[arg-type]
+            role, norm = form.roles[tensor.args[1]], form.read(before.args, before.kwargs)  # type: ignore[index]
+            if role not in UPDATED:
+                break
+            tensor = norm.running_mean if role == UPDATED[0] else norm.running_var
         elif tensor.target in _ADDS:
-            tensor = tensor.all_input_nodes[0]
+            tensor = before
         else:
-            return tensor
+            break
     return tensor
-
-
-def _record(call: Node) -> Any:
-    if call.target not in BY_TARGET:
-        return None
-    form = form_of(call.target, call.args, call.kwargs)  # type: ignore[arg-type]
-    return form, form.read(call.args, call.kwargs)
