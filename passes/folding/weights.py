@@ -111,7 +111,8 @@ class Target:
         bias = bias if out is None else bias * out.scale + out.shift
         held = [tensor.to(self.dtype) for tensor in (made, bias)]
         # weights that were not finite give outputs that were not: a fold behind them changes nothing
-        if not _is_finite(held) and (self.folds["down"] or _is_finite(self._held())):
+        before = [self.weight.tensor, *([] if self.bias is None else [self.bias.value()])]
+        if not _is_finite(held) and (self.folds["down"] or _is_finite(before)):
             return Reason(f"its scale or its shift takes {name} out of the range of {self.dtype}")
         if self.dtype in HALF and not force:  # below their smallest normal number the half types lose digits, then all
             precise = self._written(torch.empty_like(old, dtype=torch.float64), exact)
@@ -119,10 +120,6 @@ class Target:
             if float((error / size.clamp_min(torch.finfo(torch.float64).tiny)).max()) > LIMITS[self.dtype]:
                 return Reason(f"its scale takes {name} below the range of {self.dtype}")
         return made, bias
-
-    def _held(self) -> list[Tensor]:
-        """The weights that it had."""
-        return [self.weight.tensor, *([] if self.bias is None else [self.bias.value()])]
 
     def _written(self, made: Tensor, dtype: torch.dtype) -> Tensor:
         view: Any = self.weight.view(made)
