@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -172,6 +173,7 @@ def kind_of(target: Any) -> Kind | None:
     return None if row is None else row.kind
 
 
+@cache  # asked of every reader of a tensor, and the dispatcher takes longest to answer
 def memory_of(target: Any) -> Memory:
     """Whose memory a call's result lies in. Layers and batch norms make their own, whatever dispatches them.
 
