@@ -21,16 +21,20 @@ import torch_batchnorm as tbn
 from programs import consolidated, export, fingerprint, legacy_left, nodes, same, saved_and_loaded, state_of, step
 
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
-DENSENET = {"in_channels": 1, "out_channels": 3, "init_features": 8, "growth_rate": 4}
+DENSENET = {"in_channels": 1, "out_channels": 3, "init_features": 8, "growth_rate": 4, "block_config": (2, 2, 2, 2)}
 
 # The shape of the input, and the model. The dearest come first, so that parallel workers end together.
 MODELS = {
-    "monai DenseNet121 in 2-D": ((2, 1, 32, 32), lambda: monai.DenseNet121(spatial_dims=2, **DENSENET)),
     "MobileNetV2": (
         (2, 3, 64, 64),
         lambda: hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(depth_multiplier=0.25)),
     ),
-    "monai EfficientNetBN": ((2, 3, 64, 64), lambda: monai.EfficientNetBN("efficientnet-b0", pretrained=False)),
+    "monai EfficientNet": (
+        (2, 3, 64, 64),
+        lambda: monai.EfficientNet(
+            ["r1_k3_s11_e1_i32_o16_se0.25", "r2_k3_s22_e6_i16_o24_se0.25"], 1.0, 1.0, image_size=64
+        ),
+    ),
     "MobileNetV1": (
         (2, 3, 64, 64),
         lambda: hf.MobileNetV1ForImageClassification(hf.MobileNetV1Config(depth_multiplier=0.25)),
@@ -47,10 +51,8 @@ MODELS = {
             hf.EfficientNetConfig(width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320)
         ),
     ),
-    "monai DenseNet in 3-D": (  # in 2-D it is as deep as its name says
-        (2, 1, 32, 32, 32),
-        lambda: monai.DenseNet121(spatial_dims=3, block_config=(2, 2, 2, 2), **DENSENET),
-    ),
+    "monai DenseNet in 2-D": ((2, 1, 32, 32), lambda: monai.DenseNet121(spatial_dims=2, **DENSENET)),
+    "monai DenseNet in 3-D": ((2, 1, 32, 32, 32), lambda: monai.DenseNet121(spatial_dims=3, **DENSENET)),
     "LeViT": (
         (2, 3, 64, 64),
         lambda: hf.LevitForImageClassification(

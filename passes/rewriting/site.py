@@ -89,10 +89,12 @@ class Site(Call):
         """Whether it can be read and has running statistics, which constants are not that are there for this call
         alone and whose update nothing reads: `decomposition_table()` fills them in, and can leave no note."""
         mean, var = self.norm.running_mean, self.norm.running_var
-        if mean is None or self.norm.training is not True or any(map(self.used, UPDATED)):
+        # nearly always state, which is told at once; passes ask this of every site several times
+        if mean is None or not (is_fill(mean, NEUTRAL["running_mean"]) and is_fill(var, NEUTRAL["running_var"])):
             return mean is not None
-        filled = is_fill(mean, NEUTRAL["running_mean"]) and is_fill(var, NEUTRAL["running_var"])
-        return not filled or any({*constant.users} != {self.node} for constant in (mean, var))
+        if self.norm.training is not True or any(map(self.used, UPDATED)):
+            return True
+        return any({*constant.users} != {self.node} for constant in (mean, var))
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +207,7 @@ def _unreadable(norm: BatchNorm | Gradient) -> str:
     val = val_of(norm.input)
     if val is not None and val.ndim < 2:
         return f"its input is of rank {val.ndim}, expected [N, C, *]"
-    if val is not None and (wrong := _wrong_length(norm, channels_of(norm, val_of))):
+    if val is not None and (wrong := _wrong_length(norm, val.shape[1])):
         return wrong
     # the family and core ATen say the mode by which overload it is: one that is computed when it runs has none there
     if type(norm.training) is not bool:
@@ -215,12 +217,20 @@ def _unreadable(norm: BatchNorm | Gradient) -> str:
     return _half_given(norm) if isinstance(norm, BatchNorm) else ""  # a gradient in training does without statistics
 
 
-def _wrong_length(norm: BatchNorm | Gradient, channels: Any) -> str:
-    """The first of weight, bias and statistics that is known not to be [C]: some kernels of the family read on."""
-    known = {name: val_of(getattr(norm, name, None)) for name in NEUTRAL} if type(channels) is int else {}
-    for name, val in known.items():
-        if val is not None and val.numel() != channels:
-            return f"{name} has {val.numel()} elements, expected {channels}, one for each channel of the input"
+def _wrong_length(norm: BatchNorm | Gradient, width: Any) -> str:
+    """The first of weight, bias and statistics that is known not to be [C]: some kernels of the family read on.
+
+    width: how many channels the input is said to have, which may be stale.
+    """
+    vals = {name: val_of(getattr(norm, name, None)) for name in NEUTRAL}
+    known = [(name, val.numel()) for name, val in vals.items() if val is not None]
+    # nearly always all agree, and nothing has to be decided; a dynamic size is not compared, which would guard on it
+    if type(width) is int and all(type(length) is int and length == width for _, length in known):
+        return ""
+    channels = channels_of(norm, val_of)
+    for name, length in known if type(channels) is int else ():
+        if length != channels:
+            return f"{name} has {length} elements, expected {channels}, one for each channel of the input"
     return ""
 
 
