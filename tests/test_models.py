@@ -31,9 +31,7 @@ MODELS = {
     ),
     "monai EfficientNet": (
         (2, 3, 64, 64),
-        lambda: monai.EfficientNet(
-            ["r1_k3_s11_e1_i32_o16_se0.25", "r2_k3_s22_e6_i16_o24_se0.25"], 1.0, 1.0, image_size=64
-        ),
+        lambda: monai.EfficientNet(["r1_k3_s11_e1_i32_o16_se0.25", "r2_k3_s22_e6_i16_o24_se0.25"], image_size=64),
     ),
     "MobileNetV1": (
         (2, 3, 64, 64),
