@@ -6,7 +6,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -119,6 +119,7 @@ class Constants:
         self.handed = {(call.node, operand) for call, operand in self.bound.values()}  # what calls hand on by name
         # every reader asks again, and an answer takes a walk up to the state and one down to who writes to it
         self._known: dict[Node, Constant | Reason] = {}
+        self._foreign: set[Node] = set()  # what is computed of more than the state, as far as was asked
         self._read: dict[Node, torch.Tensor | None] = {}
         self._fixed: dict[str, Reason] = {}
         self._fakes = FakeTensorMode()  # one for all: an operation on fake tensors of two modes raises
@@ -211,7 +212,10 @@ class Constants:
             node = work[-1]
             inputs = [] if node in self.names else [n for n in node.all_input_nodes if n not in found]
             # what waits counts too, so that a wide computation ends the search as early as a long one
-            if node not in self.names and not (self._pure(node) and len(found) + len(work) <= _FEW):
+            few = len(found) + len(work) <= _FEW and node not in self._foreign
+            if node not in self.names and not (few and self._pure(node)):
+                # nor is what is computed of it: activations are asked one behind the other, each by what it is made of
+                self._foreign |= {node, operand} if few else {operand}
                 return None
             if inputs:
                 work += inputs
@@ -223,15 +227,10 @@ class Constants:
         """Whether a node computes its result from its operands alone, the same wherever it is run."""
         if hands_on(node):
             return True
-        target: Any = node.target
-        if node.op != "call_function" or any(word in str(target) for word in _QUANTIZES):
+        if node.op != "call_function" or not _is_pure(node.target):
             return False
-        if not isinstance(target, OpOverload):  # sizes are computed by Python's operators
-            return target is operator.getitem or getattr(target, "__module__", "") == "_operator"
         # autocast decides by op in which dtype it runs, which evaluating it out here would not
-        casts = any(call.kind == "wrap_with_autocast" for call in self._around(node))
-        plain = target.namespace in ("aten", "prims") and not target._schema.is_mutable
-        return plain and not casts and torch.Tag.nondeterministic_seeded not in target.tags
+        return not any(call.kind == "wrap_with_autocast" for call in self._around(node))
 
     def _around(self, node: Node) -> Iterator[Call]:
         """The calls inside which a node runs."""
@@ -299,6 +298,17 @@ class Constants:
                     work.append(user)
                 else:
                     yield user, operand
+
+
+@cache
+def _is_pure(target: Any) -> bool:
+    """Whether what is called writes nothing, draws nothing, and is no stage of quantization-aware training."""
+    if any(word in str(target) for word in _QUANTIZES):
+        return False
+    if not isinstance(target, OpOverload):  # sizes are computed by Python's operators
+        return target is operator.getitem or getattr(target, "__module__", "") == "_operator"
+    plain = target.namespace in ("aten", "prims") and not target._schema.is_mutable
+    return plain and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def hands_on(node: Node) -> bool:
