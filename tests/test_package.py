@@ -125,6 +125,7 @@ def dist(tmp_path_factory):
     return folder
 
 
+@pytest.mark.xdist_group("dist")
 def test_wheel_imports_outside_the_repository_and_claims_no_other_name(dist, tmp_path):
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -152,6 +153,7 @@ def tbn_version():
     return importlib.metadata.version("torch-batchnorm")
 
 
+@pytest.mark.xdist_group("dist")
 def test_sdist_holds_the_sources_and_the_wheel_was_built_from_it(dist):
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

@@ -6,6 +6,7 @@ import pytest
 
 from rows import run_with
 
+pytestmark = pytest.mark.xdist_group("an added overload")  # one process says all of it
 FORMS = "torch_batchnorm.decomps.forms:FORMS"
 EVAL, CORE_EVAL = "synthetic.evaluates.default", "aten._native_batch_norm_legit_no_training.default"
 FUNCTIONAL = "SAVED + UPDATED, {}, _OUTPUTS, {}"
