@@ -175,3 +175,21 @@ def test_a_constant_of_a_nested_graph_is_what_the_call_binds():
     assert isinstance(found, Constant)
     assert (found.name, found.root.op) == ("bn.running_var", "placeholder")
     assert same(found.value(), program.state_dict["bn.running_var"])
+
+
+def test_a_constant_that_something_else_is_computed_of_stays_one():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(6))
+
+        def forward(self, x):
+            scale = self.scale.abs()
+            return torch.bernoulli(scale) * x, scale
+
+    draft = Draft(export(Net().eval(), torch.randn(2, 6)))
+    constants, graph = Constants(draft), draft.graphs[0][1]
+    named = {node.name: node for node in graph.nodes}
+    # asked first of what is no constant: that is remembered of it, and not of what it is made of
+    assert not any(isinstance(constants.constant(node), Constant) for node in (named["mul"], named["bernoulli"]))
+    assert isinstance(constants.constant(named["abs_1"]), Constant)
